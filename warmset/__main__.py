@@ -1,0 +1,5 @@
+"""`python -m warmset`."""
+
+from warmset.cli import main
+
+main()

@@ -1,0 +1,332 @@
+"""The command line: parse, build one configuration, call one function.
+
+Answers go to stdout, everything else to stderr. Bad input is one sentence on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import warmset
+from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
+from warmset.errors import WarmsetError
+
+app = typer.Typer(
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    help="Mixture-of-Experts models bigger than the fast memory of the machine.",
+)
+bench = typer.Typer(
+    invoke_without_command=True, rich_markup_mode=None, help="Speed beside its floor, and the bars."
+)
+app.add_typer(bench, name="bench")
+
+ENGINE, SAMPLING = EngineConfig(), SamplingConfig()
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="PATH", help="Write one object; - = stdout.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"warmset {warmset.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    _help_if_alone(context)
+
+
+@bench.callback()
+def _bench_root(context: typer.Context) -> None:
+    _help_if_alone(context)
+
+
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _number(name: str, kind: type) -> Any:
+    """A parser for a number that names its option when it refuses."""
+
+    def parse(text: Any) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            whole = "a whole number" if kind is int else "a number"
+            raise WarmsetError(f"{name} must be {whole}. Got {text!r}.") from None
+
+    return parse
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="builtin:tiny, a folder, or a hub id.")
+    ] = ENGINE.model,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "",
+    revision: Annotated[str | None, typer.Option("--revision", help="Revision of a hub id.")] = None,
+    slots: Annotated[
+        str, typer.Option("--slots", metavar="N|33%|auto|all", help="Slots over all layers; 0 is legal.")
+    ] = ENGINE.slots.text,
+    route_resident: Annotated[
+        str | None,
+        typer.Option(
+            "--route-resident",
+            metavar="MARGIN",
+            help="Redirect tail picks from cold experts to resident ones at most MARGIN worse (off when absent).",
+        ),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", metavar="LO-HI", help="The tail, 0-based (6-9 of 10 by default).")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", metavar="NAME:key=value,...", help="Any routing policy, or module:Class."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", parser=_number("--max-new-tokens", int), metavar="N")
+    ] = SAMPLING.max_new_tokens,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            parser=_number("--max-model-len", int),
+            metavar="N",
+            help="Prompt and answer together; the model's context if absent.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto: float32 on a CPU, the checkpoint's on a GPU.")
+    ] = ENGINE.dtype,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N")] = ENGINE.device,
+    seed: Annotated[int, typer.Option("--seed", parser=_number("--seed", int), metavar="N")] = SAMPLING.seed,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", parser=_number("--temperature", float), metavar="X", help="0 is greedy."
+        ),
+    ] = SAMPLING.temperature,
+    top_p: Annotated[
+        float, typer.Option("--top-p", parser=_number("--top-p", float), metavar="X")
+    ] = SAMPLING.top_p,
+    top_k: Annotated[
+        int, typer.Option("--top-k", parser=_number("--top-k", int), metavar="N", help="0 is off.")
+    ] = SAMPLING.top_k,
+    min_p: Annotated[
+        float, typer.Option("--min-p", parser=_number("--min-p", float), metavar="X")
+    ] = SAMPLING.min_p,
+    profile: Annotated[
+        str | None, typer.Option("--profile", metavar="FILE", help="Learned profile that fills the slots.")
+    ] = None,
+    admission: Annotated[
+        str, typer.Option("--admission", help="off: slots stay as they were filled.")
+    ] = ENGINE.admission,
+    stats: Annotated[bool, typer.Option("--stats", help="Show the figures of the answer on stderr.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="Show where a window's time goes.")] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Continue a text and say what it took."""
+    chosen = build_policy(route_resident, ranks, policy)
+    config = EngineConfig(
+        model=model,
+        revision=revision,
+        slots=SlotsRequest(text=slots),
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        profile=profile,
+        admission=admission,
+    )
+    sampling = SamplingConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    if not prompt:
+        raise WarmsetError("--prompt must hold some text. Got an empty one.")
+    check_writable(json_path)
+    answer = run_generate(config, sampling, prompt, chosen, quiet=json_path == "-")
+    if stats:
+        show_table(stats_table(answer), stderr=True)
+    if stages and answer["stages"]:
+        from warmset.measure.report import stage_table
+
+        show_table(stage_table(answer["stages"]), stderr=json_path == "-")
+    emit_json(answer, json_path)
+
+
+def build_policy(route_resident: str | None, ranks: str | None, policy: str | None) -> Any:
+    """The policy that the options name together, or None for off; refuses a margin beside a policy."""
+    from warmset.routing import MarginSwap, parse_policy
+
+    if policy is not None:
+        if route_resident is not None or ranks is not None:
+            raise WarmsetError(
+                "--policy already says everything: give it or --route-resident and --ranks, not both."
+            )
+        return parse_policy(policy)
+    if route_resident is None:
+        if ranks is not None:
+            raise WarmsetError("--ranks needs --route-resident: without it no pick is redirected.")
+        return None
+    try:
+        margin = float(route_resident)
+    except ValueError:
+        raise WarmsetError(f"--route-resident must be a number. Got {route_resident!r}.") from None
+    return MarginSwap(margin=margin, ranks=parse_ranks(ranks))
+
+
+def parse_ranks(text: str | None) -> tuple[int, int] | None:
+    """`6-9` -> (6, 9); refuses what leaves no tail."""
+    if text is None:
+        return None
+    low, dash, high = text.partition("-")
+    if not (dash and low.isdecimal() and high.isdecimal()):
+        raise WarmsetError(f"--ranks must be LO-HI, two whole numbers of 0 or more. Got {text!r}.")
+    if int(low) > int(high):
+        raise WarmsetError(f"--ranks must leave a tail: LO at most HI. Got {text!r}.")
+    return int(low), int(high)
+
+
+def run_generate(
+    config: EngineConfig, sampling: SamplingConfig, prompt: str, policy: Any, *, quiet: bool
+) -> dict[str, Any]:
+    """Check, load, answer (streamed to stdout unless `quiet`), and return the object of `--json`."""
+    from warmset.progress import Bars
+    from warmset.text import Engine, check_request
+
+    check_request(config, prompt, policy)
+    with Bars() as bars:
+        engine = Engine.open(config, policy, bars.update)
+    for note in engine.notes:
+        typer.echo(f"warmset: {note}", err=True)
+    pieces = []
+    for piece in engine.stream_ids(engine.tokenizer.encode(prompt), sampling):
+        pieces.append(piece)
+        if not quiet:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+    if not quiet:
+        typer.echo()
+    figures = engine.stats()
+    engine.close()
+    return {
+        "model": config.model,
+        "version": warmset.__version__,
+        "text": "".join(pieces),
+        **figures,
+        "seed": sampling.seed,
+        "notes": engine.notes,
+    }
+
+
+def stats_table(answer: dict[str, Any]) -> Any:
+    from warmset.measure.report import key_values
+
+    hidden = ("text", "stages", "routing", "notes")
+    flat = {key: value for key, value in answer.items() if key not in hidden}
+    return key_values({**flat, **{f"routing.{key}": value for key, value in answer["routing"].items()}})
+
+
+@app.command()
+def env(json_path: JsonOption = None) -> None:
+    """Versions, GPU, compiler, memory and limits: what a bug report needs."""
+    from warmset.measure.machine import describe_machine
+    from warmset.measure.report import key_values
+
+    check_writable(json_path)
+    found = describe_machine()
+    if json_path != "-":
+        show_table(key_values({key: "-" if value is None else value for key, value in found.items()}))
+    emit_json(found, json_path)
+
+
+@bench.command("check")
+def bench_check(
+    bars: Annotated[Path, typer.Option("--bars", metavar="FILE", help="The bars.")] = Path(
+        "results/bars.toml"
+    ),
+    json_path: JsonOption = None,
+) -> None:
+    """Compare the records in results/ with results/bars.toml; exit 1 on a miss or a red record."""
+    from warmset.measure.bars import check_bars
+    from warmset.measure.report import bars_table
+
+    check_writable(json_path)
+    results = check_bars(bars)
+    if json_path != "-":
+        show_table(bars_table(results))
+        for result in results:
+            if result.why:
+                typer.echo(f"{result.name}: {result.verdict}: {result.why}")
+    emit_json({"bars": [vars(result) for result in results]}, json_path)
+    if any(result.fails for result in results):
+        raise typer.Exit(1)
+
+
+def check_writable(json_path: str | None) -> None:
+    """Refuse a `--json` path that cannot be written, before the work and not after it."""
+    if json_path in (None, "-"):
+        return
+    path = Path(json_path)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise WarmsetError(f"--json must be - or a file in a folder that exists. Got {json_path!r}.")
+
+
+def emit_json(value: dict[str, Any], json_path: str | None) -> None:
+    if json_path is None:
+        return
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    if json_path == "-":
+        typer.echo(text, nl=False)
+    else:
+        from warmset.profile import write_atomically
+
+        write_atomically(Path(json_path), text)
+
+
+def show_table(table: Any, *, stderr: bool = False) -> None:
+    from warmset.measure.report import show
+
+    show(table, stderr=stderr)
+
+
+# Typer carries its own copy of click in newer releases: take the class from what it exports.
+_UsageProblem = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def main() -> None:
+    """Entry point: runs the command and turns errors into one sentence and an exit code."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except WarmsetError as error:
+        _leave(str(error), 2)
+    except _UsageProblem as error:
+        _leave(error.format_message(), 2)  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        _leave("stopped.", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _leave(sentence: str, code: int) -> None:
+    typer.echo(f"warmset: {' '.join(sentence.split())}", err=True)
+    sys.exit(code)

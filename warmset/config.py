@@ -1,0 +1,110 @@
+"""What an engine and an answer may be set to: frozen dataclasses, each with its own checks.
+
+An automatic choice is a `Resolved` value: what was chosen, and why; both are printed. A value that is out of
+range is refused here, in one sentence, before any work starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from warmset.errors import WarmsetError
+
+Value = TypeVar("Value")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+ADMISSIONS = ("off",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Generic[Value]):
+    """An effective value and the reason for it."""
+
+    value: Value
+    why: str
+
+
+def require(condition: bool, name: str, allowed: str, got: object) -> None:
+    """Refuse a setting in the house form: name, what is allowed, what came."""
+    if not condition:
+        raise WarmsetError(f"{name} must be {allowed}. Got {got!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsRequest:
+    """How many slots were asked for: an exact number, a share of all experts, `auto`, or `all`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        self._parsed()
+
+    def _parsed(self) -> tuple[str, float]:
+        text = self.text.strip()
+        allowed = "a whole number of 0 or more, 0% to 100%, auto, or all"
+        if text in ("auto", "all"):
+            return text, 0.0
+        kind = "share" if text.endswith("%") else "count"
+        try:
+            number = float(text[:-1]) if kind == "share" else int(text)
+        except ValueError:
+            number = math.nan
+        legal = 0 <= number <= 100 if kind == "share" else number >= 0
+        require(legal, "slots", allowed, self.text)
+        return kind, number
+
+    def resolve(self, *, experts_total: int, fitting: int, fitting_why: str) -> Resolved[int]:
+        """The number of slots, given the experts there are and how many would fit."""
+        kind, number = self._parsed()
+        if kind == "all":
+            return Resolved(value=experts_total, why="all experts, as asked")
+        if kind == "auto":
+            return Resolved(value=min(experts_total, fitting), why=fitting_why)
+        if kind == "share":
+            return Resolved(value=round(experts_total * number / 100), why=f"{self.text} of {experts_total}")
+        require(number <= experts_total, "slots", f"0 to {experts_total} for this model", self.text)
+        return Resolved(value=int(number), why="as asked")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and held. `slots` is the total over all layers; dtype `auto` = float32 on a CPU,
+    the checkpoint's own on a GPU; `max_model_len` None = the model's context."""
+
+    model: str = "builtin:tiny"
+    revision: str | None = None
+    slots: SlotsRequest = SlotsRequest(text="auto")
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    profile: str | None = None
+    admission: str = "off"
+    stages: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", self.dtype)
+        require(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}", self.admission)
+        length = self.max_model_len
+        require(length is None or length >= 2, "max_model_len", "2 or more tokens", length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave every token in."""
+
+    max_new_tokens: int = 150
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "max_new_tokens", "1 or more", self.max_new_tokens)
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        require(finite, "temperature", "a finite number of 0 or more", self.temperature)
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
+        require(0 <= self.seed < 2**63, "seed", "0 to 2**63 - 1", self.seed)

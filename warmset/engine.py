@@ -1,0 +1,285 @@
+"""Token ids in, token ids out: the whole road from a checkpoint to decode windows, in one object.
+
+    checkpoint -> store -> slots -> model -> window -> here
+
+Knows no text and no HTTP. In exact mode (no policy) logits do not depend, bit for bit, on how many slots there
+are or which experts lie in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warmset import checkpoint as ckpt
+from warmset import memory, model, profile
+from warmset.config import EngineConfig, Resolved, SamplingConfig
+from warmset.errors import WarmsetError
+from warmset.experts import ExpertRunner
+from warmset.models import BUILTIN_PROFILES, find_model
+from warmset.routing import Policy, describe
+from warmset.sample import sample_token
+from warmset.slots import Slots
+from warmset.stages import StageClock
+from warmset.store import ArenaStore, FileStore, Store
+from warmset.window import WindowRunner
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The figures of one answer, filled while it is made; times in ms."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prompt_ms: float = 0.0
+    decode_ms: float = 0.0
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model looked at but not loaded: enough to refuse bad input before any work."""
+
+    folder: Path
+    checkpoint: ckpt.Checkpoint
+    config: Any
+    experts: ckpt.ExpertMap
+    covered: set[str]
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def prepare(config: EngineConfig) -> Prepared:
+    """Find and check the model's files and resolve device, dtype, context and slots, without loading weights."""
+    folder = find_model(config.model, config.revision)
+    checkpoint = ckpt.open_checkpoint(folder)
+    family = model.load_config(checkpoint)
+    experts, covered = ckpt.find_experts(checkpoint, family.model_type)
+    context = model.context_length(family)
+    max_model_len = config.max_model_len or context
+    if max_model_len > context:
+        raise WarmsetError(
+            f"max_model_len must be at most the model's context, {context}. Got {max_model_len}."
+        )
+    device = resolve_device(config.device)
+    config.slots.resolve(experts_total=experts.num_layers * experts.num_experts, fitting=0, fitting_why="")
+    return Prepared(
+        folder=folder,
+        checkpoint=checkpoint,
+        config=family,
+        experts=experts,
+        covered=covered,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=_resolve_dtype(config.dtype, device, experts.layout.dtype),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` -> the device; refuses one that is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (":" in name and not index.isdigit()):
+        raise WarmsetError(f"device must be auto, cpu, cuda or cuda:N. Got {name!r}.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise WarmsetError(f"device {name} is not there: this machine has {count} CUDA devices.")
+    return torch.device("cuda", int(index or 0))
+
+
+def _resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else stored
+
+
+class TokenEngine:
+    """A loaded model with its slots filled; `decode` answers one prompt at a time."""
+
+    def __init__(
+        self, config: EngineConfig, policy: Policy | None = None, progress: Progress | None = None
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.prepared = prepare(config)
+        self.notes: list[str] = []
+        self.clock = StageClock(self.prepared.device, enabled=config.stages)
+        self._progress = progress
+        self._load()
+        self.run = Run()
+
+    def _load(self) -> None:
+        prepared = self.prepared
+        experts, device = prepared.experts, prepared.device
+        trunk = model.load_trunk(
+            prepared.checkpoint, prepared.config, prepared.covered, prepared.dtype, device
+        )
+        model.skip_unused_indexers(trunk, prepared.max_model_len)
+        layers = model.find_layers(trunk, experts)
+        self.rule = layers[0].rule
+        layout = experts.layout.with_dtype(prepared.dtype)
+        self.num_slots = self._resolve_slots(layout, trunk)
+        self.store = self._open_store()
+        self.slots = Slots(
+            num_slots=self.num_slots.value,
+            layout=layout,
+            num_layers=experts.num_layers,
+            num_experts=experts.num_experts,
+            device=device,
+        )
+        chosen = self._choose_residents()
+        self.slots.fill(chosen, self.store, self._reporter("filling slots"))
+        self.store.bytes_read = 0
+        runner = ExpertRunner(self.slots, self.store, model.activation_of(trunk, layers), self.clock)
+        routing = model.Routing(self.policy, self.rule, self.slots.device_table_LE, max_rows=1)
+        self.notes.extend(routing.notes)
+        model.install(trunk, layers, runner, routing, self.clock)
+        self.runner = runner
+        self.windows = WindowRunner(trunk, runner, routing, self.clock)
+
+    def _reporter(self, what: str) -> Callable[[int, int], None] | None:
+        progress = self._progress
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    def _resolve_slots(self, layout: ckpt.ExpertLayout, trunk: torch.nn.Module) -> Resolved[int]:
+        # Weights that are loaded already no longer count as free; only what is still to come is reserved.
+        reserved = self._cache_bytes(trunk)
+        fitting, why = memory.slots_that_fit(self.prepared.device, layout.nbytes, reserved)
+        experts = self.prepared.experts
+        return self.config.slots.resolve(
+            experts_total=experts.num_layers * experts.num_experts, fitting=fitting, fitting_why=why
+        )
+
+    def _cache_bytes(self, trunk: torch.nn.Module) -> int:
+        """KV of the longest sequence that the settings allow, from the configuration."""
+        config = self.prepared.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+        attention = sum(kind != "linear_attention" for kind in kinds)
+        return 2 * attention * heads * head_dim * self.prepared.dtype.itemsize * self.prepared.max_model_len
+
+    def _open_store(self) -> Store:
+        files = FileStore(self.prepared.experts)
+        if self.prepared.device.type == "cpu":
+            return files
+        arena = ArenaStore(files, pin=True, progress=self._reporter("filling the host arena"))
+        files.close()
+        if not arena.pinned:
+            self.notes.append("Host memory could not be pinned: copies will be slower (raise `ulimit -l`).")
+        return arena
+
+    def _choose_residents(self) -> list[tuple[int, int]]:
+        experts, count = self.prepared.experts, self.num_slots.value
+        path = self.config.profile or BUILTIN_PROFILES.get(self.config.model)
+        if path is not None:
+            learned, reason = profile.load_profile(Path(path), self.identity())
+            if learned is not None:
+                self.residents_from = f"profile {Path(path).name}"
+                return learned.hottest(count)
+            self.notes.append(f"Starting without the learned profile: {reason}.")
+        self.residents_from = "no profile: spread evenly"
+        return profile.spread_evenly(experts.num_layers, experts.num_experts, count)
+
+    def identity(self) -> profile.Identity:
+        experts = self.prepared.experts
+        return profile.Identity(
+            model=self.config.model,
+            num_layers=experts.num_layers,
+            num_experts=experts.num_experts,
+            fingerprint=self.prepared.checkpoint.fingerprint(),
+        )
+
+    def decode(
+        self, prompt_ids: list[int], sampling: SamplingConfig, stop_ids: frozenset[int] = frozenset()
+    ) -> Iterator[int]:
+        """Yield new token ids one by one; `self.run` and `stats()` hold the figures. Counters start at zero."""
+        limit = self.prepared.max_model_len
+        check_prompt(len(prompt_ids), limit)
+        self.windows.reset_counts()
+        self.store.bytes_read = 0
+        self.run = run = Run(prompt_tokens=len(prompt_ids))
+        start = time.perf_counter()
+        sequence = self.windows.start()
+        logits_V = self.windows.read_prompt(sequence, prompt_ids)
+        token = sample_token(logits_V, sampling, sequence.length)
+        run.prompt_ms = 1e3 * (time.perf_counter() - start)
+        while True:
+            if token in stop_ids:
+                run.finish_reason = "stop"
+                return
+            run.new_tokens += 1
+            if run.new_tokens >= sampling.max_new_tokens or sequence.length + 1 >= limit:
+                run.finish_reason = "length"
+                yield token
+                return
+            yield token
+            start = time.perf_counter()
+            with self.clock.window():
+                logits_V = self.windows.step(sequence, token)
+                with self.clock.stage("sample"):
+                    token = sample_token(logits_V, sampling, sequence.length)
+            run.decode_ms += 1e3 * (time.perf_counter() - start)
+
+    def stats(self) -> dict[str, Any]:
+        """The figures of the last answer under the names of `generate --json`; unknown is None."""
+        run, counts, reads = self.run, self.windows.counts, self.runner.counts
+        windows = counts.windows
+        stages = self.clock.typical_ms()
+        mean_ms = run.decode_ms / windows if windows else None
+        routing = counts.routing()
+        return {
+            "prompt_tokens": run.prompt_tokens,
+            "new_tokens": run.new_tokens,
+            "finish_reason": run.finish_reason,
+            "windows": windows,
+            "accepted_per_window": 1.0 if windows else None,
+            "ms_per_window": stages.get("total", mean_ms),
+            "tokens_per_sec": 1e3 * windows / run.decode_ms if windows else None,
+            "prompt_ms": run.prompt_ms,
+            "device": str(self.prepared.device),
+            "dtype": str(self.prepared.dtype).removeprefix("torch."),
+            "slots": self.num_slots.value,
+            "slots_why": self.num_slots.why,
+            "experts_total": self.prepared.experts.num_layers * self.prepared.experts.num_experts,
+            "residents_from": self.residents_from,
+            "max_model_len": self.prepared.max_model_len,
+            "bytes_fast": reads.bytes_fast,
+            "bytes_slow": self.store.bytes_read,
+            "routing": {"policy": "off" if self.policy is None else describe(self.policy), **routing},
+            "cold_experts_per_layer_window": (
+                reads.cold_experts / reads.layer_windows if reads.layer_windows else None
+            ),
+            "hit_rate": 1 - routing["cold_after"] / counts.picks if counts.picks else None,
+            "stages": stages or None,
+        }
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> TokenEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def check_prompt(num_tokens: int, max_model_len: int) -> None:
+    """Refuse an empty prompt, and one that leaves no room for a new token."""
+    if num_tokens == 0:
+        raise WarmsetError("prompt must hold at least one token. Got an empty one.")
+    if num_tokens >= max_model_len:
+        raise WarmsetError(
+            f"prompt must be shorter than max_model_len, {max_model_len} tokens. Got {num_tokens} tokens."
+        )
