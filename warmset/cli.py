@@ -59,15 +59,15 @@ def _help_if_alone(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _number(name: str, kind: type) -> Any:
-    """A parser for a number that names its option when it refuses."""
+def _number(kind: type) -> Any:
+    """A parser that says what came when it is no number of this kind."""
 
     def parse(text: Any) -> Any:
         try:
             return kind(text)
         except ValueError:
             whole = "a whole number" if kind is int else "a number"
-            raise WarmsetError(f"{name} must be {whole}. Got {text!r}.") from None
+            raise typer.BadParameter(f"must be {whole}. Got {text!r}.") from None
 
     return parse
 
@@ -98,13 +98,13 @@ def generate(
         typer.Option("--policy", metavar="NAME:key=value,...", help="Any routing policy, or module:Class."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", parser=_number("--max-new-tokens", int), metavar="N")
+        int, typer.Option("--max-new-tokens", parser=_number(int), metavar="N")
     ] = SAMPLING.max_new_tokens,
     max_model_len: Annotated[
         int | None,
         typer.Option(
             "--max-model-len",
-            parser=_number("--max-model-len", int),
+            parser=_number(int),
             metavar="N",
             help="Prompt and answer together; the model's context if absent.",
         ),
@@ -113,21 +113,21 @@ def generate(
         str, typer.Option("--dtype", help="auto: float32 on a CPU, the checkpoint's on a GPU.")
     ] = ENGINE.dtype,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N")] = ENGINE.device,
-    seed: Annotated[int, typer.Option("--seed", parser=_number("--seed", int), metavar="N")] = SAMPLING.seed,
+    seed: Annotated[int, typer.Option("--seed", parser=_number(int), metavar="N")] = SAMPLING.seed,
     temperature: Annotated[
         float,
         typer.Option(
-            "--temperature", parser=_number("--temperature", float), metavar="X", help="0 is greedy."
+            "--temperature", parser=_number(float), metavar="X", help="0 is greedy."
         ),
     ] = SAMPLING.temperature,
     top_p: Annotated[
-        float, typer.Option("--top-p", parser=_number("--top-p", float), metavar="X")
+        float, typer.Option("--top-p", parser=_number(float), metavar="X")
     ] = SAMPLING.top_p,
     top_k: Annotated[
-        int, typer.Option("--top-k", parser=_number("--top-k", int), metavar="N", help="0 is off.")
+        int, typer.Option("--top-k", parser=_number(int), metavar="N", help="0 is off.")
     ] = SAMPLING.top_k,
     min_p: Annotated[
-        float, typer.Option("--min-p", parser=_number("--min-p", float), metavar="X")
+        float, typer.Option("--min-p", parser=_number(float), metavar="X")
     ] = SAMPLING.min_p,
     profile: Annotated[
         str | None, typer.Option("--profile", metavar="FILE", help="Learned profile that fills the slots.")
