@@ -22,12 +22,14 @@ ORDER = [
     "checkpoint",
     "store",
     "memory",
+    "plan",
     "slots",
     "profile",
     "routing",
     "kernels",
     "route",
     "stages",
+    "device_experts",
     "experts",
     "model",
     "sample",
@@ -91,9 +93,10 @@ def test_public_names():
 
 FLAGS = {
     "generate": "--admission --device --dtype --json --max-model-len --max-new-tokens --min-p --policy --profile "
-    "--prompt --ranks --revision --route-resident --seed --slots --stages --stats --temperature --top-k --top-p",
+    "--prompt --ranks --revision --route-resident --seed --slots --stages --stats --temperature --top-k --top-p --vram",
     "env": "--json",
     "bench check": "--bars --json",
+    "bench window": "--cold-experts --device --json --part --rows --shape --tiles",
 }
 
 

@@ -82,6 +82,12 @@ def generate(
     slots: Annotated[
         str, typer.Option("--slots", metavar="N|33%|auto|all", help="Slots over all layers; 0 is legal.")
     ] = ENGINE.slots.text,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            "--vram", metavar="SIZE", help="The most VRAM to use, such as 12GiB; all that is free if absent."
+        ),
+    ] = None,
     route_resident: Annotated[
         str | None,
         typer.Option(
@@ -116,19 +122,13 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", parser=_number(int), metavar="N")] = SAMPLING.seed,
     temperature: Annotated[
         float,
-        typer.Option(
-            "--temperature", parser=_number(float), metavar="X", help="0 is greedy."
-        ),
+        typer.Option("--temperature", parser=_number(float), metavar="X", help="0 is greedy."),
     ] = SAMPLING.temperature,
-    top_p: Annotated[
-        float, typer.Option("--top-p", parser=_number(float), metavar="X")
-    ] = SAMPLING.top_p,
+    top_p: Annotated[float, typer.Option("--top-p", parser=_number(float), metavar="X")] = SAMPLING.top_p,
     top_k: Annotated[
         int, typer.Option("--top-k", parser=_number(int), metavar="N", help="0 is off.")
     ] = SAMPLING.top_k,
-    min_p: Annotated[
-        float, typer.Option("--min-p", parser=_number(float), metavar="X")
-    ] = SAMPLING.min_p,
+    min_p: Annotated[float, typer.Option("--min-p", parser=_number(float), metavar="X")] = SAMPLING.min_p,
     profile: Annotated[
         str | None, typer.Option("--profile", metavar="FILE", help="Learned profile that fills the slots.")
     ] = None,
@@ -145,6 +145,7 @@ def generate(
         model=model,
         revision=revision,
         slots=SlotsRequest(text=slots),
+        vram=vram,
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -279,6 +280,52 @@ def bench_check(
     emit_json({"bars": [vars(result) for result in results]}, json_path)
     if any(result.fails for result in results):
         raise typer.Exit(1)
+
+
+@bench.command("window")
+def bench_window(
+    part: Annotated[str, typer.Option("--part", help="experts: the expert part alone.")] = "experts",
+    shape: Annotated[
+        str, typer.Option("--shape", metavar="NAME", help="qwen3-next-80b, or tiny for a rehearsal.")
+    ] = "qwen3-next-80b",
+    rows: Annotated[str, typer.Option("--rows", metavar="N,N", help="Rows of a window.")] = "1,4,8",
+    cold_experts: Annotated[
+        str, typer.Option("--cold-experts", metavar="X,X", help="Cold experts a layer, spread evenly.")
+    ] = "0.63,1.87",
+    tiles: Annotated[
+        str | None, typer.Option("--tiles", metavar="NAME", help="Block sizes of the kernels.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N")] = "auto",
+    json_path: JsonOption = None,
+) -> None:
+    """A decode window's expert part beside its floors; exit 1 when a part failed."""
+    from warmset.config import require
+    from warmset.engine import resolve_device
+    from warmset.measure.window import run_bench, save_record, window_table
+
+    check_writable(json_path)
+    require(part == "experts", "--part", "experts", part)
+    found = run_bench(
+        shape, parse_list(rows, int), parse_list(cold_experts, float), resolve_device(device), tiles
+    )
+    if json_path == "-":
+        emit_json(found, json_path)
+    elif json_path is not None:
+        save_record(Path(json_path), found)
+    if json_path != "-":
+        show_table(window_table(found["results"]))
+    if found["failed"]:
+        typer.echo(f"warmset: failed: {', '.join(found['failed'])}.", err=True)
+        raise typer.Exit(1)
+
+
+def parse_list(text: str, kind: type) -> list[Any]:
+    """`1,4,8` -> [1, 4, 8]."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise WarmsetError(f"A list must be {what} with commas between them. Got {text!r}.") from None
 
 
 def check_writable(json_path: str | None) -> None:

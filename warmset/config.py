@@ -69,12 +69,14 @@ class SlotsRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and held. `slots` is the total over all layers; dtype `auto` = float32 on a CPU,
-    the checkpoint's own on a GPU; `max_model_len` None = the model's context."""
+    """How a model is loaded and held. `slots` is the total over all layers; `vram` the most VRAM that may be used
+    (`12GiB`; None = what is free); dtype `auto` = float32 on a CPU, the checkpoint's own on a GPU; `max_model_len`
+    None = the model's context."""
 
     model: str = "builtin:tiny"
     revision: str | None = None
     slots: SlotsRequest = SlotsRequest(text="auto")
+    vram: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None

@@ -17,19 +17,22 @@ from typing import Any
 import torch
 
 from warmset import checkpoint as ckpt
-from warmset import memory, model, profile
+from warmset import model, plan, profile
 from warmset.config import EngineConfig, Resolved, SamplingConfig
+from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes, open_arena, why_not
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
 from warmset.models import BUILTIN_PROFILES, find_model
 from warmset.routing import Policy, describe
 from warmset.sample import sample_token
-from warmset.slots import Slots
+from warmset.slots import AddressTable, Slots
 from warmset.stages import StageClock
 from warmset.store import ArenaStore, FileStore, Store
-from warmset.window import WindowRunner
+from warmset.window import PROMPT_CHUNK_ROWS, WindowRunner
 
 Progress = Callable[[str, int, int], None]
+ACTIVATIONS_A_ROW = 32
+"""Hidden-sized vectors a row that a layer holds at once, with room to spare: streams, heads, shared expert."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,12 @@ def prepare(config: EngineConfig) -> Prepared:
             f"max_model_len must be at most the model's context, {context}. Got {max_model_len}."
         )
     device = resolve_device(config.device)
+    if config.vram is not None:
+        plan.parse_bytes(config.vram, "vram")
+        if device.type != "cuda":
+            raise WarmsetError(
+                f"vram is for CUDA devices: on the {device.type} give slots. Got {config.vram!r}."
+            )
     config.slots.resolve(experts_total=experts.num_layers * experts.num_experts, fitting=0, fitting_why="")
     return Prepared(
         folder=folder,
@@ -141,7 +150,9 @@ class TokenEngine:
         chosen = self._choose_residents()
         self.slots.fill(chosen, self.store, self._reporter("filling slots"))
         self.store.bytes_read = 0
-        runner = ExpertRunner(self.slots, self.store, model.activation_of(trunk, layers), self.clock)
+        activation = model.activation_of(trunk, layers)
+        kernels = self._device_experts(activation)
+        runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
         routing = model.Routing(self.policy, self.rule, self.slots.device_table_LE, max_rows=1)
         self.notes.extend(routing.notes)
         model.install(trunk, layers, runner, routing, self.clock)
@@ -153,12 +164,37 @@ class TokenEngine:
         return None if progress is None else lambda done, total: progress(what, done, total)
 
     def _resolve_slots(self, layout: ckpt.ExpertLayout, trunk: torch.nn.Module) -> Resolved[int]:
-        # Weights that are loaded already no longer count as free; only what is still to come is reserved.
-        reserved = self._cache_bytes(trunk)
-        fitting, why = memory.slots_that_fit(self.prepared.device, layout.nbytes, reserved)
-        experts = self.prepared.experts
-        return self.config.slots.resolve(
-            experts_total=experts.num_layers * experts.num_experts, fitting=fitting, fitting_why=why
+        experts, device = self.prepared.experts, self.prepared.device
+        vram = None if self.config.vram is None else plan.parse_bytes(self.config.vram, "vram")
+        planned = plan.make_plan(device, self._needs(layout, trunk), layout.nbytes, vram)
+        total = experts.num_layers * experts.num_experts
+        automatic = min(total, planned.fitting)
+        slots = self.config.slots.resolve(
+            experts_total=total, fitting=automatic, fitting_why=planned.sentence(automatic)
+        )
+        plan.check_fits(planned, slots.value, device)
+        if device.type == "cuda":
+            self.notes.append(f"Plan: {planned.sentence(slots.value)}.")
+        return slots
+
+    def _needs(self, layout: ckpt.ExpertLayout, trunk: torch.nn.Module) -> plan.Needs:
+        """What everything but the slots takes, at the longest sequence that the settings allow."""
+        itemsize = self.prepared.dtype.itemsize
+        rows = min(PROMPT_CHUNK_ROWS, self.prepared.max_model_len)
+        top_k = self.rule.top_k
+        window, prompt = buffer_bytes(layout, self.prepared.experts.num_experts, top_k, rows)
+        hidden = self.prepared.config.hidden_size
+        # Activations that live together while a chunk is read, router logits, and the mask of the attention.
+        prompt += rows * (ACTIVATIONS_A_ROW * hidden * itemsize + 4 * self.prepared.experts.num_experts)
+        prompt += rows * self.prepared.max_model_len * itemsize
+        weights = {parameter.data_ptr(): parameter.nbytes for parameter in trunk.parameters()}
+        on_gpu = self.prepared.device.type == "cuda"
+        return plan.Needs(
+            weights=sum(weights.values()),
+            cache=self._cache_bytes(trunk),
+            prompt=prompt,
+            window=window if on_gpu else layout.nbytes,
+            max_model_len=self.prepared.max_model_len,
         )
 
     def _cache_bytes(self, trunk: torch.nn.Module) -> int:
@@ -168,17 +204,33 @@ class TokenEngine:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         attention = sum(kind != "linear_attention" for kind in kinds)
-        return 2 * attention * heads * head_dim * self.prepared.dtype.itemsize * self.prepared.max_model_len
+        keys_and_values = 2 * heads * head_dim * self.prepared.dtype.itemsize * self.prepared.max_model_len
+        state = getattr(config, "linear_num_value_heads", 0) or 0
+        state *= getattr(config, "linear_key_head_dim", 0) * getattr(config, "linear_value_head_dim", 0) * 4
+        return attention * keys_and_values + (len(kinds) - attention) * state
 
     def _open_store(self) -> Store:
         files = FileStore(self.prepared.experts)
         if self.prepared.device.type == "cpu":
             return files
-        arena = ArenaStore(files, pin=True, progress=self._reporter("filling the host arena"))
+        report = self._reporter("filling the host arena")
+        arena, notes = open_arena(files, self.prepared.device, self.prepared.dtype, progress=report)
         files.close()
-        if not arena.pinned:
-            self.notes.append("Host memory could not be pinned: copies will be slower (raise `ulimit -l`).")
+        self.notes.extend(notes)
         return arena
+
+    def _device_experts(self, activation: Callable) -> DeviceExperts | None:
+        """The kernels, or None for plain torch; on a GPU the reason is said."""
+        if not isinstance(self.store, ArenaStore):
+            return None
+        reason = why_not(self.prepared.device, activation)
+        if reason is not None:
+            self.notes.append(f"Experts run in plain torch, which is slower: {reason}.")
+            return None
+        name = activation_name(activation)
+        assert name is not None
+        table = AddressTable(self.slots, self.store)
+        return DeviceExperts(self.slots, self.store, table, name, self.clock)
 
     def _choose_residents(self) -> list[tuple[int, int]]:
         experts, count = self.prepared.experts, self.num_slots.value

@@ -1,9 +1,10 @@
-"""Runs the picked experts: resident ones from their slots, cold ones through one staging buffer.
+"""Runs the picked experts: on a GPU by the kernels of `device_experts`, elsewhere in plain torch, as follows.
 
-The picks of all rows are grouped by distinct expert, so a cold expert is read once however many rows picked it.
-A pick of -1 or E is padding: no slot is looked up and it adds nothing. The weighted sum goes in rank order, in
-float32. Resident and cold experts run the same operation on matrices of the same alignment, so the result does
-not depend on where an expert lies. Knows no router, no policy and no model.
+Resident experts run from their slots, cold ones through one staging buffer. The picks of all rows are grouped by
+distinct expert, so a cold expert is read once however many rows picked it. A pick of -1 or E is padding: no slot is
+looked up and it adds nothing. The weighted sum goes in rank order, in float32. Resident and cold experts run the
+same operation on matrices of the same alignment, so the result does not depend on where an expert lies. Knows no
+router, no policy and no model.
 
     x_TH        [T, H]   hidden states, compute dtype
     ids_TK      [T, K]   int, expert of each pick
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from warmset.device_experts import DeviceExperts
 from warmset.slots import Slots, Staging
 from warmset.stages import StageClock
 from warmset.store import Store
@@ -49,18 +51,37 @@ class ExpertRunner:
         store: Store,
         activation: Callable[[torch.Tensor], torch.Tensor],
         clock: StageClock,
+        device_experts: DeviceExperts | None = None,
     ) -> None:
         self.slots = slots
         self.store = store
-        self.counts = ReadCounts()
+        self.device_experts = device_experts
+        self._counts = ReadCounts()
         self._activation = activation
         self._clock = clock
         self._staging = Staging(store.layout, slots.layout, slots.device)
+
+    @property
+    def counts(self) -> ReadCounts:
+        """What was read since the counts were last replaced; asking may wait for the device."""
+        if self.device_experts is not None:
+            distinct, cold = self.device_experts.take_counts()
+            self._add(distinct - cold, cold)
+            self.store.bytes_read += cold * self.store.layout.payload_bytes
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: ReadCounts) -> None:
+        _ = self.counts  # what is still on the device belongs to the old ones
+        self._counts = counts
 
     def run(
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Sum over ranks of weight * expert(x): [T, H] in the dtype of `x_TH`."""
+        if self.device_experts is not None:
+            self._counts.layer_windows += 1
+            return self.device_experts.run(layer, x_TH, ids_TK, weights_TK)
         num_rows, top_k = ids_TK.shape
         out_PH = x_TH.new_zeros(num_rows * top_k, x_TH.shape[1])
         resident, cold = self._split(layer, _groups(ids_TK, self.store.num_experts))
@@ -73,7 +94,8 @@ class ExpertRunner:
                 for group in cold:
                     self._staging.load(self.store, layer, group.expert)
                     self._run_one(self._staging.views, group, x_TH, top_k, out_PH)
-        self._count(len(resident), len(cold))
+        self._counts.layer_windows += 1
+        self._add(len(resident), len(cold))
         with self._clock.stage("combine"):
             return _combine(out_PH.view(num_rows, top_k, -1), weights_TK)
 
@@ -95,12 +117,12 @@ class ExpertRunner:
         gate, up = F.linear(x_TH[picks // top_k], gate_up).chunk(2, dim=-1)
         out_PH[picks] = F.linear(self._activation(gate) * up, down)
 
-    def _count(self, num_resident: int, num_cold: int) -> None:
-        self.counts.layer_windows += 1
-        self.counts.distinct_experts += num_resident + num_cold
-        self.counts.cold_experts += num_cold
-        self.counts.bytes_fast += num_resident * self.slots.layout.payload_bytes
-        self.counts.bytes_slow += num_cold * self.store.layout.payload_bytes
+    def _add(self, num_resident: int, num_cold: int) -> None:
+        counts = self._counts
+        counts.distinct_experts += num_resident + num_cold
+        counts.cold_experts += num_cold
+        counts.bytes_fast += num_resident * self.slots.layout.payload_bytes
+        counts.bytes_slow += num_cold * self.store.layout.payload_bytes
 
 
 def _groups(ids_TK: torch.Tensor, num_experts: int) -> list[_Group]:

@@ -87,6 +87,7 @@ class Routing:
         self.slot_LE = slot_LE
         self.acts = False
         self.made: list[Routed] = []
+        self.kept_logits: list[torch.Tensor] | None = None
         self.position_T = torch.zeros(max_rows, dtype=torch.int64, device=slot_LE.device)
         num_layers, device = slot_LE.shape[0], slot_LE.device
         make_table = getattr(self.policy, "table", None)
@@ -110,6 +111,8 @@ class Routing:
 
     def route(self, layer: MoeLayer, logits_TE: torch.Tensor) -> Routed:
         num_rows = logits_TE.shape[0]
+        if self.kept_logits is not None:
+            self.kept_logits.append(logits_TE.clone())
         context = RouteContext(layer=layer.index, table=self.table, position_T=self.position_T[:num_rows])
         if self.means is not None:
             context.mean_range_L = self.means.mean_L

@@ -4,6 +4,9 @@
     table_LE     int32 [L, E]                   slot of each expert, -1 where it is cold (host)
     owner        slot -> (layer, expert)        the reverse map
 
+and `AddressTable`, which says for each (layer, expert) where a kernel may read it: in its slot, or in the pinned
+arena. Both device tables are rewritten in place, so a captured graph follows them.
+
 All layers share the slots. Slots change only between windows; this module copies bytes and keeps the maps in
 step, it does not decide who comes in (profile, admission) and does not compute (experts).
 """
@@ -71,6 +74,18 @@ class Slots:
                 progress(slot + 1, len(chosen))
         self.device_table_LE.copy_(self.table_LE)
 
+    def check_contents(self, store: Store) -> None:
+        """Each slot holds its expert's own bytes; a debug mode, since it reads every resident expert again."""
+        staging = Staging(store.layout, self.layout, self.device)
+        counted = store.bytes_read
+        for slot, owner in enumerate(self.owner):
+            if owner is None:
+                continue
+            staging.load(store, *owner)
+            for held, source in zip(self.views(slot), staging.views, strict=True):
+                assert torch.equal(held, source), f"slot {slot} does not hold expert {owner}"
+        store.bytes_read = counted
+
     def check_integrity(self) -> None:
         """Table, reverse map and device table agree; called by tests after each step."""
         assert torch.equal(self.device_table_LE.cpu(), self.table_LE), "device table differs"
@@ -79,6 +94,43 @@ class Slots:
         assert sorted(resident) == sorted(owners), "table and reverse map differ"
         for slot, owner in enumerate(self.owner):
             assert owner is None or self.slot_of(*owner) == slot, f"slot {slot} is claimed twice"
+
+
+class AddressTable:
+    """Where a kernel may read each expert: int64 [L, E], on the host and on the device.
+
+    The slot's address where the expert is resident, else the arena's where that is pinned and readable, else 0:
+    such an expert must be copied to the device before a kernel runs it.
+    """
+
+    def __init__(self, slots: Slots, store: Store) -> None:
+        self._slots = slots
+        self._store = store
+        self.table_LE = torch.zeros(slots.table_LE.shape, dtype=torch.int64)
+        self.device_table_LE = torch.zeros_like(self.table_LE, device=slots.device)
+        self.rewrite()
+
+    def _expected(self) -> torch.Tensor:
+        slots = self._slots
+        base = slots.storage_SB.data_ptr() if slots.num_slots else 0
+        in_slot_LE = base + slots.table_LE.long() * slots.layout.nbytes
+        return torch.where(slots.table_LE >= 0, in_slot_LE, self._store.addresses())
+
+    def rewrite(self) -> None:
+        """Follow the slots; between windows only."""
+        self.table_LE.copy_(self._expected())
+        self.device_table_LE.copy_(self.table_LE)
+
+    @property
+    def all_readable(self) -> bool:
+        """Whether no expert ever needs a copy before it runs."""
+        return bool((self._store.addresses() != 0).all())
+
+    def check_integrity(self) -> None:
+        """The tables say what slots and store say; entries of experts that are copied first are left out."""
+        assert torch.equal(self.table_LE, self._expected()), "address table is stale"
+        known = self.table_LE != 0
+        assert torch.equal(self.device_table_LE.cpu()[known], self.table_LE[known]), "device addresses differ"
 
 
 class Staging:

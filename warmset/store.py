@@ -1,11 +1,12 @@
 """The slow tier: where a cold expert's bytes come from.
 
-Two kinds, one interface: `read(layer, expert, out_B)` puts the expert's bytes, in the checkpoint's dtype and in
+Two kinds, one interface: `read(layer, expert, out_B)` puts the expert's bytes, in the store's own dtype and in
 the layout of `checkpoint.ExpertLayout`, into a uint8 buffer.
 
     FileStore    the checkpoint's own files, by positional reads; never a second copy, never a memory map
                  (a map would compute on unaligned bytes and count as resident memory)
-    ArenaStore   one arena in host RAM, pinned where CUDA is there, each expert once
+    ArenaStore   one arena in host RAM, each expert once, pinned as far as the system allows; an expert in its
+                 pinned part has an address that a kernel can read
 
 Knows no slots, no router and no model. Buffers are aligned, since in float32 a one-row product changes its
 bits with the alignment of the matrix.
@@ -14,18 +15,31 @@ bits with the alignment of the matrix.
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import gcd
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from warmset.checkpoint import ALIGN_BYTES, ExpertLayout, ExpertMap, list_files, read_exactly
+from warmset.checkpoint import ALIGN_BYTES, ExpertLayout, ExpertMap, Segment, list_files, read_exactly
+
+Pin = Callable[[int, int], bool]
+"""(address, bytes) -> whether the memory is pinned now."""
+Unpin = Callable[[int], None]
+PAGE_BYTES = 4096
+PIN_PART_BYTES = 1 << 28
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-def aligned_bytes(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """An uninitialised uint8 tensor of `num_bytes` whose address is a multiple of 128."""
-    raw = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device=device)
-    skip = -raw.data_ptr() % ALIGN_BYTES
+def aligned_bytes(
+    num_bytes: int, device: torch.device | str = "cpu", *, to: int = ALIGN_BYTES
+) -> torch.Tensor:
+    """An uninitialised uint8 tensor of `num_bytes` whose address is a multiple of `to` (128)."""
+    raw = torch.empty(num_bytes + to, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % to
     return raw[skip : skip + num_bytes]
 
 
@@ -39,6 +53,8 @@ class Store(Protocol):
     name: str
 
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None: ...
+
+    def addresses(self) -> torch.Tensor: ...
 
     def close(self) -> None: ...
 
@@ -60,11 +76,31 @@ class FileStore:
 
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
         """Fill `out_B` (uint8 [layout.nbytes], on the CPU); padding bytes are left as they are."""
-        view = memoryview(out_B.numpy())
+        view = out_B.numpy().data
         for segment in self._segments[layer][expert]:
             target = view[segment.dest : segment.dest + segment.nbytes]
             read_exactly(self._descriptors[segment.file], segment, target)
             self.bytes_read += segment.nbytes
+
+    def addresses(self) -> torch.Tensor:
+        """int64 [L, E], all 0: no expert of a file can be read by address."""
+        return torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64)
+
+    def read_segment(self, segment: Segment, out_B: torch.Tensor) -> None:
+        """Fill `out_B` (uint8 [segment.nbytes], on the CPU) with one run of file bytes."""
+        read_exactly(self._descriptors[segment.file], segment, out_B.numpy().data)
+        self.bytes_read += segment.nbytes
+
+    def in_file_order(self) -> Iterator[tuple[int, int, Segment]]:
+        """(layer, expert, segment) of all experts: files in order of first use, each from front to back."""
+        place = {file: index for index, file in enumerate(self._descriptors)}
+        found = [
+            (layer, expert, segment)
+            for layer, experts in enumerate(self._segments)
+            for expert, segments in enumerate(experts)
+            for segment in segments
+        ]
+        yield from sorted(found, key=lambda entry: (place[entry[2].file], entry[2].offset))
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -73,40 +109,152 @@ class FileStore:
 
 
 class ArenaStore:
-    """One block of host RAM with every expert once; pinned when `pin` is set and CUDA agrees."""
+    """One block of host RAM with every expert once, in `dtype`; pinned as far as `pin` allows.
+
+    The block is page-aligned and pinned in place, part by part, before the part is filled: the pinned allocator
+    would round 20 GB up to 32. A refusal ends the pinning, not the start: what is left stays pageable and its
+    experts are copied instead of read in place. Files are read in order, front to back.
+
+        arena_NB      uint8 [L * E, layout.nbytes]
+        pinned_bytes  how much of it is pinned, from the front
+        readable      set by the caller once a kernel has read pinned memory by address; else nothing has an address
+    """
 
     name = "host arena"
 
-    def __init__(self, source: FileStore, *, pin: bool, progress=None) -> None:
-        self.layout = source.layout
+    def __init__(
+        self,
+        source: FileStore,
+        *,
+        dtype: torch.dtype | None = None,
+        pin: Pin | None = None,
+        unpin: Unpin | None = None,
+        progress=None,
+    ) -> None:
+        self.layout = source.layout if dtype is None else source.layout.with_dtype(dtype)
         self.num_layers = source.num_layers
         self.num_experts = source.num_experts
         self.bytes_read = 0
-        self.arena_NB = aligned_bytes(self.num_layers * self.num_experts * self.layout.nbytes).view(
-            self.num_layers * self.num_experts, self.layout.nbytes
+        self.readable = False
+        count = self.num_layers * self.num_experts
+        self.arena_NB = aligned_bytes(count * self.layout.nbytes, to=PAGE_BYTES).view(
+            count, self.layout.nbytes
         )
-        self.pinned = pin and _pin(self.arena_NB)
-        for index in range(len(self.arena_NB)):
-            source.read(*divmod(index, self.num_experts), self.arena_NB[index])
+        self.pinned_bytes = 0
+        self._parts: list[int] = []
+        # An arena that is only dropped is unpinned too: its addresses will be given to others.
+        self._unpin_all = weakref.finalize(self, _unpin_parts, unpin, self._parts)
+        # Parts begin and end with a page and an expert.
+        step = PAGE_BYTES // gcd(self.layout.nbytes, PAGE_BYTES)
+        self._part_rows = step * max(1, PIN_PART_BYTES // (step * self.layout.nbytes))
+        if pin is not None:
+            self._pin(pin)
+        self._fill(source, progress)
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena_NB.numel()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is pinned."""
+        return self.pinned_bytes == self.nbytes > 0
+
+    def _pin(self, pin: Pin) -> None:
+        for first in range(0, len(self.arena_NB), self._part_rows):
+            part_NB = self.arena_NB[first : first + self._part_rows]
+            if part_NB.numel() == 0 or not pin(part_NB.data_ptr(), part_NB.numel()):
+                return
+            self._parts.append(part_NB.data_ptr())
+            self.pinned_bytes += part_NB.numel()
+
+    def _fill(self, source: FileStore, progress) -> None:
+        done, total = 0, len(self.arena_NB) * source.layout.payload_bytes
+        scratch_B = torch.empty(0, dtype=torch.uint8)
+        for layer, expert, segment in source.in_file_order():
+            row_B = self.view(layer, expert)
+            if self.layout.dtype == source.layout.dtype:
+                source.read_segment(segment, row_B[segment.dest : segment.dest + segment.nbytes])
+            else:
+                if scratch_B.numel() < segment.nbytes:
+                    scratch_B = aligned_bytes(segment.nbytes)
+                raw_B = scratch_B[: segment.nbytes]
+                source.read_segment(segment, raw_B)
+                _convert(source.layout, segment.dest, raw_B, self.layout, row_B)
+            done += segment.nbytes
             if progress is not None:
-                progress(index + 1, len(self.arena_NB))
+                progress(done, total)
+
+    def row(self, layer: int, expert: int) -> int:
+        return layer * self.num_experts + expert
 
     def view(self, layer: int, expert: int) -> torch.Tensor:
         """The expert's bytes in the arena, uint8 [layout.nbytes]."""
-        return self.arena_NB[layer * self.num_experts + expert]
+        return self.arena_NB[self.row(layer, expert)]
+
+    def same_memory(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Arena rows first..end-1 cut where a part ends: no copy may cross from one registration to the next."""
+        while first < end:
+            stop = min(end, (first // self._part_rows + 1) * self._part_rows)
+            yield first, stop
+            first = stop
+
+    def is_pinned(self, layer: int, expert: int) -> bool:
+        return (self.row(layer, expert) + 1) * self.layout.nbytes <= self.pinned_bytes
+
+    def addresses(self) -> torch.Tensor:
+        """int64 [L, E] on the host: where a kernel may read each expert, 0 where it may not."""
+        count = len(self.arena_NB)
+        base, stride = (self.arena_NB.data_ptr(), self.layout.nbytes) if self.nbytes else (0, 0)
+        address_N = base + stride * torch.arange(count, dtype=torch.int64)
+        pinned = self.pinned_bytes // self.layout.nbytes if self.readable else 0
+        address_N[pinned:] = 0
+        return address_N.view(self.num_layers, self.num_experts)
 
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
-        out_B.copy_(self.view(layer, expert), non_blocking=self.pinned)
+        out_B.copy_(self.view(layer, expert), non_blocking=self.is_pinned(layer, expert))
         self.bytes_read += self.layout.payload_bytes
 
     def close(self) -> None:
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.arena_NB.data_ptr())
-            self.pinned = False
+        """Unpin; the memory goes back to the system with the last tensor that looks at it."""
+        self._unpin_all()
+        self.pinned_bytes, self.readable = 0, False
 
 
-def _pin(arena_NB: torch.Tensor) -> bool:
-    """Register the arena with CUDA in place: the pinned allocator would round 20 GB up to 32."""
-    if not torch.cuda.is_available() or arena_NB.numel() == 0:
-        return False
-    return int(torch.cuda.cudart().cudaHostRegister(arena_NB.data_ptr(), arena_NB.numel(), 0)) == 0
+def _unpin_parts(unpin: Unpin | None, parts: list[int]) -> None:
+    for address in parts:
+        if unpin is not None:
+            unpin(address)
+
+
+def _convert(
+    raw: ExpertLayout, dest: int, raw_B: torch.Tensor, layout: ExpertLayout, row_B: torch.Tensor
+) -> None:
+    """Put a segment of the checkpoint's dtype, at byte `dest` of its own layout, into an arena row."""
+    if dest >= raw.down_offset:
+        start = layout.down_offset + (dest - raw.down_offset) // raw.dtype.itemsize * layout.dtype.itemsize
+    else:
+        start = dest // raw.dtype.itemsize * layout.dtype.itemsize
+    values = raw_B.view(raw.dtype)
+    row_B[start : start + values.numel() * layout.dtype.itemsize].view(layout.dtype).copy_(values)
+
+
+class CudaPin:
+    """Pins host memory in place for every device, from the context of one of them (not of device 0 by accident)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Register `num_bytes` bytes; False when the system refuses."""
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+            if code != 0:
+                # The refusal waits in CUDA's last-error slot, to be blamed on the next kernel: let this one take it.
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+        return code == 0
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)

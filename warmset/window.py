@@ -7,6 +7,8 @@ logits, no text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +94,15 @@ class WindowRunner:
             )
         sequence.length += len(ids)
         return output.logits[0, -1]
+
+    @contextmanager
+    def keeping_logits(self) -> Iterator[list[torch.Tensor]]:
+        """Router logits [T, E] of each MoE layer of the windows inside, in the order they ran; for traces."""
+        self._routing.kept_logits = kept = []
+        try:
+            yield kept
+        finally:
+            self._routing.kept_logits = None
 
     def _commit(self, num_rows: int) -> None:
         self._routing.commit(num_rows)

@@ -1,0 +1,129 @@
+"""Policies as text: `margin:margin=0.25,ranks=6-9`, or `module:Class` for a user's own.
+
+Knows names and fields, nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from typing import Any
+
+from warmset.errors import PolicyError
+from warmset.routing import policies
+from warmset.routing.base import Policy
+
+POLICIES: dict[str, type] = {
+    "exact": policies.Exact,
+    "margin": policies.MarginSwap,
+    "additive-bias": policies.AdditiveBias,
+    "cache-prior": policies.CachePrior,
+    "max-rank": policies.MaxRank,
+    "cumulative-mass": policies.CumulativeMass,
+    "window-joint": policies.WindowJoint,
+    "drop-cold": policies.DropCold,
+    "fewer-picks": policies.FewerPicks,
+    "resident-only": policies.ResidentOnly,
+    "random-swap": policies.RandomSwap,
+}
+"""Name on the command line -> class."""
+
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that `NAME:key=value,...` or `module:Class[:key=value,...]` names; PolicyError otherwise."""
+    name, _, rest = text.strip().partition(":")
+    if name in POLICIES:
+        return _build(POLICIES[name], name, _arguments(rest, text))
+    path, _, rest = _split_class(text.strip())
+    if path:
+        return _build(_load(path), path, _arguments(rest, text))
+    raise PolicyError(f"`policy` must be one of {', '.join(POLICIES)}, or module:Class. Got {text!r}.")
+
+
+def describe(policy: Policy) -> str:
+    """The text that `parse_policy` turns into an equal policy."""
+    name = next((n for n, cls in POLICIES.items() if type(policy) is cls), None)
+    if name is None:
+        name = f"{type(policy).__module__}:{type(policy).__qualname__}"
+    if not dataclasses.is_dataclass(policy):
+        return name
+    pairs = [(f.name, getattr(policy, f.name)) for f in dataclasses.fields(policy) if f.init]
+    shown = ",".join(f"{key.replace('_', '-')}={_show(value)}" for key, value in pairs if value is not None)
+    return f"{name}:{shown}" if shown else name
+
+
+def _show(value: Any) -> str:
+    return "-".join(str(v) for v in value) if isinstance(value, tuple) else str(value)
+
+
+def _split_class(text: str) -> tuple[str, str, str]:
+    match = _CLASS_PATH.match(text)
+    if match is None:
+        return "", "", text
+    rest = text[match.end() :]
+    return (match.group(), ":", rest[1:]) if rest[:1] in ("", ":") else ("", "", text)
+
+
+def _load(path: str) -> type:
+    module_name, _, class_name = path.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise PolicyError(f"`policy` {path!r} cannot be loaded: {error}.") from None
+    if not isinstance(loaded, type) or not callable(getattr(loaded, "route", None)):
+        raise PolicyError(f"`policy` {path!r} must be a class with a method `route`.")
+    return loaded
+
+
+def _arguments(rest: str, text: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key or not value.strip():
+            raise PolicyError(f"`policy` takes key=value pairs after its name. Got {part!r} in {text!r}.")
+        if key in pairs:
+            raise PolicyError(f"`policy` names {key!r} twice. Got {text!r}.")
+        pairs[key] = value.strip()
+    return pairs
+
+
+def _build(cls: type, name: str, given: dict[str, str]) -> Policy:
+    values = {key: _value(key, text) for key, text in given.items()}
+    if dataclasses.is_dataclass(cls):
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        unknown = [key for key in values if key not in fields]
+        if unknown:
+            known = ", ".join(f.replace("_", "-") for f in fields) or "nothing"
+            raise PolicyError(f"`policy` {name} takes {known}. Got {unknown[0]!r}.")
+        missing = [
+            key
+            for key, f in fields.items()
+            if f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+            and key not in values
+        ]
+        if missing:
+            raise PolicyError(f"`policy` {name} needs {missing[0].replace('_', '-')}=...")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise PolicyError(f"`policy` {name} cannot be made: {error}.") from None
+
+
+def _value(key: str, text: str) -> Any:
+    if key == "ranks":
+        match = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", text)
+        if match is None:
+            raise PolicyError(f"`ranks` must be LO-HI, two whole numbers. Got {text!r}.")
+        lo = int(match[1])
+        return lo, lo if match[2] is None else int(match[2])
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
