@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,11 @@ def test_parity():
 
 def test_edge_cases():
     code = "import sys, kernel_edges; f = kernel_edges.run('cuda'); print('\\n'.join(f)); sys.exit(bool(f))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
-    )  # a process of its own: the cases poison what kernels write into
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path])}
+    done = subprocess.run(  # a process of its own: the cases poison what kernels write into
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 

@@ -19,10 +19,9 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / name), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_edge_cases_on_all_forms():

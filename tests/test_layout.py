@@ -27,7 +27,7 @@ ORDER = [
     "profile",
     "routing",
     "kernels",
-    "route",
+    "route_rows",
     "stages",
     "device_experts",
     "experts",
@@ -93,7 +93,7 @@ def test_public_names():
 
 FLAGS = {
     "generate": "--admission --device --dtype --json --max-model-len --max-new-tokens --min-p --policy --profile "
-    "--prompt --ranks --revision --route-resident --seed --slots --stages --stats --temperature --top-k --top-p --vram",
+    "--prompt --ranks --revision --route-kernel --route-resident --seed --slots --stages --stats --temperature --top-k --top-p --vram",
     "env": "--json",
     "bench check": "--bars --json",
     "bench window": "--cold-experts --device --json --part --rows --shape --tiles",

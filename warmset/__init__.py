@@ -37,6 +37,7 @@ _PUBLIC = {
     "FewerPicks": "warmset.routing",
     "ResidentOnly": "warmset.routing",
     "RandomSwap": "warmset.routing",
+    "route": "warmset.route_rows",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -135,6 +135,10 @@ def generate(
     admission: Annotated[
         str, typer.Option("--admission", help="off: slots stay as they were filled.")
     ] = ENGINE.admission,
+    route_kernel: Annotated[
+        str,
+        typer.Option("--route-kernel", metavar="fused|warp|serial", help="Which kernels route, on a GPU."),
+    ] = ENGINE.route_kernel,
     stats: Annotated[bool, typer.Option("--stats", help="Show the figures of the answer on stderr.")] = False,
     stages: Annotated[bool, typer.Option("--stages", help="Show where a window's time goes.")] = False,
     json_path: JsonOption = None,
@@ -151,6 +155,7 @@ def generate(
         max_model_len=max_model_len,
         profile=profile,
         admission=admission,
+        route_kernel=route_kernel,
     )
     sampling = SamplingConfig(
         max_new_tokens=max_new_tokens,

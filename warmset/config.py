@@ -15,6 +15,7 @@ from warmset.errors import WarmsetError
 Value = TypeVar("Value")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 ADMISSIONS = ("off",)
+ROUTE_KERNELS = ("fused", "warp", "serial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +83,15 @@ class EngineConfig:
     max_model_len: int | None = None
     profile: str | None = None
     admission: str = "off"
+    route_kernel: str = "fused"
     stages: bool = True
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", self.dtype)
         require(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}", self.admission)
+        require(
+            self.route_kernel in ROUTE_KERNELS, "route_kernel", f"one of {', '.join(ROUTE_KERNELS)}", self.route_kernel
+        )
         length = self.max_model_len
         require(length is None or length >= 2, "max_model_len", "2 or more tokens", length)
 

@@ -153,7 +153,9 @@ class TokenEngine:
         activation = model.activation_of(trunk, layers)
         kernels = self._device_experts(activation)
         runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
-        routing = model.Routing(self.policy, self.rule, self.slots.device_table_LE, max_rows=1)
+        routing = model.Routing(
+            self.policy, self.rule, self.slots.device_table_LE, max_rows=1, form=self.config.route_kernel
+        )
         self.notes.extend(routing.notes)
         model.install(trunk, layers, runner, routing, self.clock)
         self.runner = runner

@@ -24,6 +24,7 @@ from torch import nn
 from warmset.checkpoint import Checkpoint, ExpertMap
 from warmset.errors import CheckpointError, RowError
 from warmset.experts import ExpertRunner
+from warmset.kernels import dispatch
 from warmset.routing import (
     CachePrior,
     Exact,
@@ -82,8 +83,17 @@ class Routing:
     policy's numbers lie in `table`, on the device, where they can be changed between windows.
     """
 
-    def __init__(self, policy: Policy | None, rule: RouterRule, slot_LE: torch.Tensor, max_rows: int) -> None:
+    def __init__(
+        self,
+        policy: Policy | None,
+        rule: RouterRule,
+        slot_LE: torch.Tensor,
+        max_rows: int,
+        form: dispatch.Form = "fused",
+    ) -> None:
         self.policy: Policy = Exact() if policy is None else policy
+        self._form = form
+        self._plain_reason = dispatch.torch_reason(self.policy, rule, slot_LE.shape[1], slot_LE.device, form)
         self.slot_LE = slot_LE
         self.acts = False
         self.made: list[Routed] = []
@@ -100,8 +110,11 @@ class Routing:
 
     @property
     def notes(self) -> list[str]:
-        """What was capped, one sentence each."""
-        return [] if self.table is None else list(self.table.notes)
+        """What was capped, and on a GPU why no kernel routes, one sentence each."""
+        notes = [] if self.table is None else [f"{note[:1].upper()}{note[1:]}." for note in self.table.notes]
+        if self._plain_reason is not None and self.slot_LE.is_cuda:
+            notes.append(f"Routing runs in plain torch, which is slower: {self._plain_reason}.")
+        return notes
 
     def begin(self, positions: list[int]) -> None:
         """A decode window with rows at these positions begins: the policy acts, residency is as it is now."""
@@ -116,8 +129,14 @@ class Routing:
         context = RouteContext(layer=layer.index, table=self.table, position_T=self.position_T[:num_rows])
         if self.means is not None:
             context.mean_range_L = self.means.mean_L
-            self.means.observe(layer.index, selection_scores(logits_TE, layer.rule))
-        routed = self.policy.route(logits_TE, self.slot_LE[layer.index], rule=layer.rule, context=context)
+        routed = dispatch.route(
+            self.policy, logits_TE, self.slot_LE[layer.index], rule=layer.rule, context=context, form=self._form
+        )
+        if self.means is not None:
+            if routed.range_T is not None:
+                self.means.observe_range(layer.index, routed.range_T)
+            else:
+                self.means.observe(layer.index, selection_scores(logits_TE, layer.rule))
         self.made.append(routed)
         return routed
 
