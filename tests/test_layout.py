@@ -93,8 +93,11 @@ def test_public_names():
 
 FLAGS = {
     "generate": "--admission --device --dtype --json --max-model-len --max-new-tokens --min-p --policy --profile "
-    "--prompt --ranks --revision --route-kernel --route-resident --seed --slots --stages --stats --temperature --top-k --top-p --vram",
+    "--prompt --ranks --revision --route-kernel --route-resident --seed --slots --stages --stats --temperature "
+    "--top-k --top-p --vram",
     "env": "--json",
+    "parity": "--cases --device --json --seed",
+    "bench kernels": "--cases --json --trace",
     "bench check": "--bars --json",
     "bench window": "--cold-experts --device --json --part --rows --shape --tiles",
 }

@@ -26,12 +26,12 @@ def quiet_experts(counts_E: Tensor, top_k: int, per_tokens: int = 100_000, least
 
 @torch.no_grad()
 def revive(
-    model: TinyModel, optimizer: Optimizer, counts_LE: Tensor, generator: torch.Generator
+    model: TinyModel, optimizer: Optimizer, counts_LE: Tensor, generator: torch.Generator, least: float = 10.0
 ) -> list[int]:
-    """Revive the quiet experts of each layer; returns how many by layer."""
+    """Revive each layer's experts with fewer than `least` picks in 100,000 tokens; returns how many by layer."""
     revived = []
     for block, counts in zip(moe_blocks(model), counts_LE, strict=True):
-        quiet = quiet_experts(counts, model.config.num_experts_per_tok)
+        quiet = quiet_experts(counts, model.config.num_experts_per_tok, least=least)
         busy = counts.argsort(descending=True)[: len(quiet)]
         quiet = quiet[: len(busy)]
         if len(quiet):

@@ -1,6 +1,6 @@
 """Record the routing trace that ships: held-out prose, then held-out code, in windows of one row.
 
-    python -m training.trace [FOLDER] --out warmset/models/data/trace.safetensors
+python -m training.trace [FOLDER] --out warmset/models/data/trace.safetensors
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ def longest(kind: str, rows: int, tokenizer: Path) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=TINY)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     texts = [(kind, longest(kind, rows, TINY / "tokenizer.json")) for kind, rows in ROWS]
-    config = EngineConfig(model=str(options.folder), slots=SlotsRequest(text="all"), device="cpu", stages=False)
+    config = EngineConfig(
+        model=str(options.folder), slots=SlotsRequest(text="all"), device="cpu", stages=False
+    )
     trace = record_trace(TokenEngine(config), texts)
     save_trace(trace, options.out)
     print(f"{options.out}: {trace.num_rows} rows, fingerprint {trace.fingerprint}")

@@ -62,6 +62,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=1.0)
     add("--balance", type=float, default=1e-3, help="weight of a layer's balance loss at the start")
     add("--target-share", type=float, default=0.7, help="of the busiest third, steered to; 0 = do not steer")
+    add(
+        "--revive-first",
+        type=Path,
+        help="a profile: before the first step, bring back what it never saw picked",
+    )
     add("--revive-until", type=float, default=0.7, help="of the schedule")
     add("--dropout", type=float, default=0.0)
     add("--revive-every", type=int, default=100, help="steps between looks at the routing; 0 = never")
@@ -280,7 +285,17 @@ class Trainer:
         self.steps += steps
         self.tokens += steps * self.stepper.tokens
 
+    def bring_back_unseen(self, profile: Path) -> None:
+        """Revive the trunk's experts that a profile of training text never saw picked; the MTP layer has no counts."""
+        seen = torch.tensor(json.loads(profile.read_text(encoding="utf-8"))["counts"], dtype=torch.int64)
+        counts = torch.zeros_like(self.totals.counts, device="cpu")
+        counts[: len(seen)] = seen
+        revived = revive(self.model, self.optimizer, counts, self.generator, least=1.0 / seen.sum())
+        self.log.write("routing", step=0, revived=revived, profile=profile.name)
+
     def run(self) -> int:
+        if self.options.revive_first is not None:
+            self.bring_back_unseen(self.options.revive_first)
         self.optimizer.set_lr(self.rate(self.clock.overall(0)))
         self.enter(self.phase_at(self.clock.overall(0)))
         self.clock.begin()

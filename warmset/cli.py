@@ -264,6 +264,61 @@ def env(json_path: JsonOption = None) -> None:
     emit_json(found, json_path)
 
 
+@app.command()
+def parity(
+    cases: Annotated[int, typer.Option("--cases", parser=_number(int), metavar="N")] = 400,
+    seed: Annotated[int, typer.Option("--seed", parser=_number(int), metavar="N")] = 0,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda")] = "cpu",
+    json_path: JsonOption = None,
+) -> None:
+    """Compare the routing kernels with one another and with the reference, bit for bit; exit 1 on a mismatch."""
+    from warmset.engine import resolve_device
+    from warmset.measure import parity as harness
+
+    if cases < 1:
+        raise WarmsetError(f"--cases must be 1 or more. Got {cases}.")
+    if not 0 <= seed < 2**31:
+        raise WarmsetError(f"--seed must be 0 to 2**31 - 1. Got {seed}.")
+    if device not in ("cpu", "cuda"):
+        raise WarmsetError(f"--device must be cpu or cuda. Got {device!r}.")
+    resolve_device(device)
+    check_writable(json_path)
+    report = harness.run(cases, seed, device)
+    if json_path != "-":
+        typer.echo("\n".join(report.lines()))
+    emit_json({**vars(report), "ok": report.ok}, json_path)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    trace: Annotated[
+        str | None, typer.Option("--trace", metavar="FILE", help="A routing trace to time too.")
+    ] = None,
+    cases: Annotated[int, typer.Option("--cases", parser=_number(int), metavar="N")] = 20_000,
+    json_path: JsonOption = None,
+) -> None:
+    """Time the routing kernels on a GPU, beside their floor; parity first, and no speed where it is red."""
+    from warmset.engine import resolve_device
+    from warmset.measure import kernels, kernels_table
+
+    if cases < 1:
+        raise WarmsetError(f"--cases must be 1 or more. Got {cases}.")
+    resolve_device("cuda")
+    check_writable(json_path)
+    measured = kernels.run_bench(trace=trace, parity_cases=cases)
+    if measured["tests"] == "red":
+        typer.echo("parity is red, so no speed was measured:\n" + "\n".join(measured["mismatches"]), err=True)
+        raise typer.Exit(1)
+    if json_path != "-":
+        typer.echo("\n".join(kernels_table.table(measured["results"])))
+    if json_path is not None:
+        from warmset.measure.record import make_record
+
+        emit_json(make_record(name="routing-kernels", **measured), json_path)
+
+
 @bench.command("check")
 def bench_check(
     bars: Annotated[Path, typer.Option("--bars", metavar="FILE", help="The bars.")] = Path(
@@ -361,7 +416,7 @@ def show_table(table: Any, *, stderr: bool = False) -> None:
 
 
 # Typer carries its own copy of click in newer releases: take the class from what it exports.
-_UsageProblem = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def main() -> None:
@@ -371,7 +426,7 @@ def main() -> None:
     except WarmsetError as error:
         _leave(str(error), 2)
     except _UsageProblem as error:
-        _leave(error.format_message(), 2)  # type: ignore[attr-defined]
+        _leave(error.format_message(), 2)
     except (typer.Abort, KeyboardInterrupt):
         _leave("stopped.", 130)
     except BrokenPipeError:

@@ -90,7 +90,10 @@ class EngineConfig:
         require(self.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", self.dtype)
         require(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}", self.admission)
         require(
-            self.route_kernel in ROUTE_KERNELS, "route_kernel", f"one of {', '.join(ROUTE_KERNELS)}", self.route_kernel
+            self.route_kernel in ROUTE_KERNELS,
+            "route_kernel",
+            f"one of {', '.join(ROUTE_KERNELS)}",
+            self.route_kernel,
         )
         length = self.max_model_len
         require(length is None or length >= 2, "max_model_len", "2 or more tokens", length)

@@ -154,7 +154,11 @@ class TokenEngine:
         kernels = self._device_experts(activation)
         runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
         routing = model.Routing(
-            self.policy, self.rule, self.slots.device_table_LE, max_rows=1, form=self.config.route_kernel
+            self.policy,
+            self.rule,
+            self.slots.device_table_LE,
+            max_rows=1,
+            form=self.config.route_kernel,  # type: ignore[arg-type]  # checked by the config
         )
         self.notes.extend(routing.notes)
         model.install(trunk, layers, runner, routing, self.clock)

@@ -62,7 +62,7 @@ def _unsupported(original: nn.Module) -> list[str]:
         "no gate": not getattr(original, "has_gate", True),
         "a norm after each expert": getattr(original, "has_post_expert_norm", False),
         "a gate function of its own": type(original).__dict__.get("_apply_gate") is not None
-        and type(original)._apply_gate.__name__ != "_default_apply_gate",
+        and getattr(type(original), "_apply_gate").__name__ != "_default_apply_gate",  # noqa: B009
     }
     return [name for name, present in flags.items() if present]
 
@@ -130,7 +130,12 @@ class Routing:
         if self.means is not None:
             context.mean_range_L = self.means.mean_L
         routed = dispatch.route(
-            self.policy, logits_TE, self.slot_LE[layer.index], rule=layer.rule, context=context, form=self._form
+            self.policy,
+            logits_TE,
+            self.slot_LE[layer.index],
+            rule=layer.rule,
+            context=context,
+            form=self._form,
         )
         if self.means is not None:
             if routed.range_T is not None:
@@ -151,7 +156,7 @@ class WarmRouter(nn.Module):
 
     def __init__(self, original: nn.Module, layer: MoeLayer, routing: Routing) -> None:
         super().__init__()
-        self.original = original
+        self.original: Any = original
         self.layer = layer
         self._routing = routing
 
@@ -217,10 +222,10 @@ def load_trunk(
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     def init_without_experts(self, config, *args, **kwargs):
-        super(bare, self).__init__(config, *args, **kwargs)
+        family.__init__(self, config, *args, **kwargs)
         for parent in list(self.modules()):
             if isinstance(getattr(parent, "experts", None), nn.Module):
                 parent.experts = _NoExperts(parent.experts)
@@ -229,7 +234,7 @@ def load_trunk(
         family.__name__, (family,), {"__init__": init_without_experts, "__module__": family.__module__}
     )
     with quiet_transformers():
-        trunk, info = bare.from_pretrained(
+        trunk, info = bare.from_pretrained(  # type: ignore[attr-defined]
             checkpoint.folder,
             config=config,
             dtype=dtype,
@@ -395,6 +400,7 @@ def skip_unused_indexers(trunk: nn.Module, max_model_len: int) -> int:
     nothing; it only costs a host loop over every query.
     """
     replaced = 0
+    module: Any
     for module in trunk.modules():
         if type(module).__name__.endswith("QSAIndexer") and module.token_budget >= max_model_len:
             module.forward = _every_block

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from warmset.experts import ExpertRunner, ReadCounts
 from warmset.model import Routing, quiet_transformers
@@ -50,7 +49,7 @@ class WindowCounts:
 class WindowRunner:
     """Reads prompts and runs windows over one model; one sequence at a time in this form."""
 
-    def __init__(self, trunk: nn.Module, runner: ExpertRunner, routing: Routing, clock: StageClock) -> None:
+    def __init__(self, trunk: Any, runner: ExpertRunner, routing: Routing, clock: StageClock) -> None:
         self.counts = WindowCounts()
         self._trunk = trunk
         self._runner = runner
@@ -98,7 +97,8 @@ class WindowRunner:
     @contextmanager
     def keeping_logits(self) -> Iterator[list[torch.Tensor]]:
         """Router logits [T, E] of each MoE layer of the windows inside, in the order they ran; for traces."""
-        self._routing.kept_logits = kept = []
+        kept: list[torch.Tensor] = []
+        self._routing.kept_logits = kept
         try:
             yield kept
         finally:

@@ -63,16 +63,19 @@ def run_bench(
     config = {
         "experts": NUM_EXPERTS, "top_k": TOP_K, "ranks": list(RANKS), "margin": MARGIN, "layers": NUM_LAYERS,
         "samples": SAMPLES, "seed": seed, "dtype": "float32", "resident": "1/3",
-        "trace": None if trace is None else str(trace) if isinstance(trace, str | Path) else trace.fingerprint,
+        "trace": None if trace is None else _loaded(trace).fingerprint,
     }  # fmt: skip
     if not report.ok:
         return {"config": config, "results": results, "tests": "red", "mismatches": report.lines()}
     with torch.inference_mode():
         results.update(_speeds(torch.device(device), seed))
         if trace is not None:
-            loaded = trace if isinstance(trace, Trace) else load_trace(Path(trace))
-            results.update(_trace_speeds(loaded, torch.device(device)))
+            results.update(_trace_speeds(_loaded(trace), torch.device(device)))
     return {"config": config, "results": results, "tests": "green"}
+
+
+def _loaded(trace: Trace | str | Path) -> Trace:
+    return trace if isinstance(trace, Trace) else load_trace(Path(trace))
 
 
 def record_bench(path: str | Path, *, name: str = "routing-kernels", **options: Any) -> dict[str, Any]:

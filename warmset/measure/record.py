@@ -62,28 +62,33 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def write_record(
-    path: str | Path, *, name: str, config: dict[str, Any], results: dict[str, Any], tests: str
-) -> dict[str, Any]:
-    """Write one record, whole or not at all; returns it.
+def make_record(*, name: str, config: dict[str, Any], results: dict[str, Any], tests: str) -> dict[str, Any]:
+    """One record as it is written; WarmsetError for a red run.
 
-    tests: `green` or `red`, what the tests of this very tree said before the measurement. A red run is refused.
+    tests: `green` or `red`, what the tests of this very tree said before the measurement.
     """
     if tests not in ("green", "red"):
         raise WarmsetError(f"tests must be 'green' or 'red'. Got {tests!r}.")
     if tests == "red":
         raise WarmsetError(f"{name} is not recorded: the tests were red, and no speed counts then.")
-    record = {
+    return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "gpu": gpu_name(),
         "versions": versions(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
         "tests": tests,
         "config": config,
         "results": results,
     }
+
+
+def write_record(
+    path: str | Path, *, name: str, config: dict[str, Any], results: dict[str, Any], tests: str
+) -> dict[str, Any]:
+    """Write `make_record`'s record, whole or not at all; returns it."""
+    record = make_record(name=name, config=config, results=results, tests=tests)
     write_atomically(Path(path), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return record
 
