@@ -33,9 +33,26 @@ def sources(path: Path) -> str:
     entries = listed.get("sources", listed) if isinstance(listed, dict) else listed
     if isinstance(entries, dict):
         entries = [{"source": name} | fields for name, fields in entries.items()]
-    simple = [{k: v for k, v in entry.items() if isinstance(v, str | int | float)} for entry in entries]
+    simple = [
+        {k: v for k, v in entry.items() if isinstance(v, str | int | float) and k != "copyright"}
+        | {f"{split} tokens": f"{counts['tokens']:,}" for split, counts in entry.get("splits", {}).items()}
+        for entry in entries
+    ]
     columns = tuple(dict.fromkeys(key for entry in simple for key in entry))
     return as_table(columns, [tuple(entry.get(column, "") for column in columns) for entry in simple])
+
+
+def leaks(path: Path) -> str:
+    """How the split was checked, with the counts of the check itself."""
+    said = "Documents are split before anything else and near-duplicates are removed."
+    if not path.exists():
+        return said
+    check = json.loads(path.read_text(encoding="utf-8"))["leak_check"]["held_out"]
+    return (
+        f"{said} No run of {check['run_tokens']} tokens of a held-out text may occur in the training text. The "
+        f"corpus builder looks for each of {check['held_out_runs']:,} such runs, of {check['held_out_documents']} "
+        f"texts, in all {check['training_tokens']:,} training tokens; it found {check['shared_runs']}."
+    )
 
 
 def runs(logs: list[Path]) -> str:
@@ -100,9 +117,11 @@ def router(folder: Path, values: dict) -> str:
     taken = picks_share(counts, most_used(counts))
     held = values.get("top_share_by_layer", [float("nan")] * len(taken))
     dead = values.get("dead_share_by_layer", [float("nan")] * len(taken))
+    top_k = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_experts_per_tok"]
+    common = (counts * top_k / counts.sum(1, keepdim=True) > 0.5).sum(1).tolist()  # picked by over half of the tokens
     rows = [
-        (layer, f"{100 * a:.1f}%", f"{100 * b:.1f}%", f"{100 * c:.1f}%")
-        for layer, (a, b, c) in enumerate(zip(taken, held, dead, strict=True))
+        (layer, f"{100 * a:.1f}%", f"{100 * b:.1f}%", f"{100 * c:.1f}%", d)
+        for layer, (a, b, c, d) in enumerate(zip(taken, held, dead, common, strict=True))
     ]
     swaps = values.get("swap_shares", {})
     said = ", ".join(f"{100 * share:.0f}% at {margin}" for margin, share in swaps.items())
@@ -111,6 +130,7 @@ def router(folder: Path, values: dict) -> str:
         "most used third, training text",
         "the same, held-out",
         "experts without a held-out pick",
+        "experts that over half of the tokens pick",
     )
     return (
         as_table(head, rows)
@@ -160,13 +180,15 @@ nothing.
 ## Text
 {sources}
 
-Documents are split before anything else, near-duplicates are removed, and no run of 50 tokens of a held-out text occurs
-in the training text.
+{leaks}
 
 ## Recipe
-One H200, text of 60% prose, 25% code and 15% Chinese by tokens. Float32 weights with bf16 products, a cosine schedule
-by time, weight decay 0.1, clipping at 1.0, sequences of 512 tokens, then 2,048 and 8,192; a balance loss a layer, and
-experts that nobody picks are copied from busy ones in the first 70%. The MTP layer learns from the detached trunk.
+One H200, text of 60% prose, 25% code and 15% Chinese by tokens, seen about twenty times. Float32 weights with bf16
+products, AdamW on a cosine schedule by time, clipping at 1.0, dropout on embeddings, n-gram rows and block outputs,
+sequences of 512 tokens, then 2,048 and 8,192. The MTP layer learns from the detached trunk. Each layer's balance loss
+is steered so that the busiest third of its experts takes about 70% of the picks, as larger models' do; experts that
+nobody picks are copied from busy ones. Run 1 is not an ancestor of this model; runs 2, 3 and 4 continue from one
+another, the last one on two host cores. `LOG.md` says what each changed.
 
 {runs}
 
@@ -175,7 +197,7 @@ experts that nobody picks are copied from busy ones in the first 70%. The MTP la
 
 {bars}
 
-Loss (nats) at positions {ranges}, documents of 8k tokens: {positions}.
+Loss (nats) of the same tokens read at positions {ranges} of a window: {positions}.
 
 ## Router
 {router}
@@ -197,6 +219,7 @@ def render(folder: Path, values: dict, logs: list[Path], corpus: Path) -> str:
         experts=config["num_experts"],
         picks=config["num_experts_per_tok"],
         sources=sources(corpus),
+        leaks=leaks(corpus),
         runs=runs(logs),
         kinds=kinds(values),
         bars=bars(values),
