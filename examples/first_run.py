@@ -11,13 +11,14 @@ import warmset
 from warmset.measure.report import compare_runs, show
 from warmset.progress import Bars
 
-PROMPT = "The expert cache"
+PROMPT = "When a query is executed, the server"
 
 
-def answer(model: str, slots: str, prompt: str, tokens: int, policy: warmset.Policy | None) -> dict:
+def answer(args: argparse.Namespace, policy: warmset.Policy | None) -> dict:
     with Bars() as bars:
-        engine = warmset.Engine.load(model, slots=slots, policy=policy, progress=bars.update)
-    for piece in engine.stream(prompt, max_new_tokens=tokens):
+        engine = warmset.Engine.load(args.model, slots=args.slots, policy=policy, progress=bars.update)
+    drawn = {"temperature": args.temperature, "top_p": 0.95, "seed": args.seed}
+    for piece in engine.stream(args.prompt, max_new_tokens=args.tokens, **drawn):
         print(piece, end="", flush=True)
     print("\n")
     figures = engine.stats()
@@ -32,13 +33,14 @@ def main() -> None:
     parser.add_argument("--slots", default="33%")
     parser.add_argument("--margin", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=150)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
     print(f"--- routing off, {args.slots} of the experts resident\n\n{args.prompt}", end="", flush=True)
-    off = answer(args.model, args.slots, args.prompt, args.tokens, None)
+    off = answer(args, None)
     print(f"--- --route-resident {args.margin}\n\n{args.prompt}", end="", flush=True)
-    policy = warmset.MarginSwap(margin=args.margin)
-    on = answer(args.model, args.slots, args.prompt, args.tokens, policy)
+    on = answer(args, warmset.MarginSwap(margin=args.margin))
 
     print(
         f"{args.model} on {off['device']} in {off['dtype']}: {off['slots']} of {off['experts_total']} experts in slots"
