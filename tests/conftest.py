@@ -93,7 +93,7 @@ def make_config(family: str):
             shared_expert_intermediate_size=16,
             layer_types=kinds,
         )
-    assert family == "qwen4_exp", family
+    assert family in ("qwen4_exp", "qwen4_exp_sparse"), family
     ple = dict(
         ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=4, ngram_vocab_size_base=50, split_ngram_parts=2
     )
@@ -104,6 +104,8 @@ def make_config(family: str):
         indexer_budget=512,
         indexer_compress_ratio=16,
     )
+    if family == "qwen4_exp_sparse":  # past 8 tokens an indexer has to choose, so here it is really used
+        indexer |= dict(indexer_budget=8, indexer_compress_ratio=4)
     return tf.Qwen4ExpTextConfig(
         **common,
         **moe,
@@ -138,7 +140,7 @@ def save_random(folder: Path, config, *, scale: float = 6.0, dtype=None, **save)
     return folder
 
 
-FAMILIES = ("qwen4_exp", "qwen3_next", "qwen3_moe", "mixtral", "olmoe")
+FAMILIES = ("qwen4_exp", "qwen4_exp_sparse", "qwen3_next", "qwen3_moe", "mixtral", "olmoe")
 
 
 @pytest.fixture(scope="session")

@@ -71,3 +71,12 @@ def test_bfloat16_also_does_not_depend_on_residency(checkpoints, prompt_ids):
         for slots in ("0", "40%", "all")
     ]
     assert all(torch.equal(runs[0][1], logits) for _, logits in runs[1:])
+
+
+def test_a_small_indexer_budget_is_not_skipped(checkpoints, prompt_ids):
+    """Past its budget an indexer changes the result, so only one whose budget covers the context may be left out."""
+    full, sparse = (
+        decode_with_logits(open_engine(checkpoints[family], "all"), prompt_ids, 4)[1]
+        for family in ("qwen4_exp", "qwen4_exp_sparse")
+    )
+    assert not torch.equal(full, sparse)
