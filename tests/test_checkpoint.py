@@ -31,7 +31,7 @@ def refused(folder) -> str:
     return str(caught.value)
 
 
-def test_a_shard_that_is_missing(sharded, copy_of):
+def test_c44_a_shard_that_is_missing(sharded, copy_of):
     folder = copy_of(sharded)
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
@@ -41,7 +41,7 @@ def test_a_shard_that_is_missing(sharded, copy_of):
 @pytest.mark.parametrize(
     "keep", [lambda size: size - 1, lambda size: size // 2, lambda size: 5, lambda size: 0]
 )
-def test_a_shard_that_is_cut(sharded, copy_of, keep):
+def test_c44_a_shard_that_is_cut(sharded, copy_of, keep):
     folder = copy_of(sharded)
     shard = sorted(folder.glob("*.safetensors"))[0]
     data = shard.read_bytes()
@@ -56,7 +56,7 @@ def test_a_shard_that_is_longer_than_its_header_says(sharded, copy_of):
     assert shard.name in refused(folder)
 
 
-def test_an_index_that_names_an_absent_file(sharded, copy_of):
+def test_c44_an_index_that_names_an_absent_file(sharded, copy_of):
     folder = copy_of(sharded)
     index = folder / "model.safetensors.index.json"
     value = json.loads(index.read_text())
@@ -78,7 +78,7 @@ def test_an_index_that_puts_a_tensor_in_the_wrong_shard(sharded, copy_of):
     assert names[0] in refused(folder)
 
 
-def test_a_git_lfs_pointer(sharded, copy_of):
+def test_c44_a_git_lfs_pointer(sharded, copy_of):
     folder = copy_of(sharded)
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
@@ -121,10 +121,58 @@ def rewrite(folder, change) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_tensor_that_nobody_uses_is_an_error(checkpoints, copy_of):
+def test_c45_a_tensor_that_nobody_uses_is_an_error(checkpoints, copy_of):
     folder = copy_of(checkpoints["qwen3_moe"])
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.ones(2)}))
     assert "model.layers.0.extra.weight" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.norm.weight"])
+def test_c45_an_mtp_layer_is_passed_over_only_where_the_family_has_one(checkpoints, copy_of, name):
+    folder = copy_of(checkpoints["qwen3_moe"])
+    rewrite(folder, lambda tensors: tensors.update({name: torch.ones(2, 2)}))
+    assert name.rpartition(".")[0].split(".experts")[0] in refused(folder)
+
+
+@pytest.mark.parametrize("count", [15, 17])
+def test_c45_more_or_fewer_experts_than_the_configuration_says(checkpoints, copy_of, edit_json, count):
+    folder = copy_of(checkpoints["qwen3_moe"])
+    edit_json(folder / "config.json", num_experts=count, num_local_experts=count)
+    message = refused(folder)
+    assert str(count) in message and "16" in message
+
+
+def test_an_expert_missing_in_every_layer(checkpoints, copy_of):
+    folder = copy_of(checkpoints["qwen3_moe"])
+
+    def drop(tensors):
+        for name in [name for name in tensors if ".experts.15." in name]:
+            del tensors[name]
+
+    rewrite(folder, drop)
+    assert "15 experts" in refused(folder)
+
+
+@pytest.mark.parametrize("shard", [5, None, "", "../model.safetensors", "sub/model.safetensors"])
+def test_c44_an_index_whose_file_names_are_none(sharded, copy_of, shard):
+    folder = copy_of(sharded)
+    index = folder / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    value["weight_map"][sorted(value["weight_map"])[0]] = shard
+    index.write_text(json.dumps(value))
+    assert "model.safetensors.index.json" in refused(folder)
+
+
+def test_c44_tensors_that_overlap(checkpoints, copy_of):
+    file = copy_of(checkpoints["olmoe"]) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    names = sorted(name for name in header if name != "__metadata__" and "norm" in name)
+    header[names[0]]["data_offsets"] = header[names[1]]["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    assert "model.safetensors" in refused(file.parent)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +197,7 @@ def test_an_expert_of_another_shape(checkpoints, copy_of):
     assert name in refused(folder)
 
 
-def test_more_picks_than_experts_is_refused_at_load(checkpoints, copy_of, edit_json):
+def test_c07_more_picks_than_experts_is_refused_at_load(checkpoints, copy_of, edit_json):
     """C07: K > E."""
     folder = copy_of(checkpoints["qwen3_moe"])
     edit_json(folder / "config.json", num_experts_per_tok=17)

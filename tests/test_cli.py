@@ -104,6 +104,11 @@ def test_prompts_that_do_not_fit(monkeypatch, capsys, checkpoints):
     assert "512" in long and "tokens" in long
 
 
+def test_bad_parity_options(monkeypatch, capsys):
+    for words in (["--cases", "0"], ["--cases", "1" + "0" * 30], ["--seed", "-1"], ["--device", "tpu"]):
+        assert words[1] in refused(monkeypatch, capsys, "parity", *words)
+
+
 def test_unknown_commands(monkeypatch, capsys):
     assert "nope" in refused(monkeypatch, capsys, "nope")
 

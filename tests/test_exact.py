@@ -51,7 +51,7 @@ def test_c12_one_row_with_fewer_slots_than_picks(checkpoints, prompt_ids):
     assert all(torch.equal(runs[0], run) for run in runs[1:])
 
 
-def test_hidden_equal_to_width_and_to_twice_the_width(tmp_path, prompt_ids):
+def test_c45_hidden_equal_to_width_and_to_twice_the_width(tmp_path, prompt_ids):
     """C45: shapes that could be mistaken for one another give transformers' logits all the same."""
     from conftest import make_config, save_random
 

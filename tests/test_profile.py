@@ -45,6 +45,9 @@ def test_round_trip(saved):
         {"counts": None},
         {"rows": "many"},
         {"decay": float("inf")},
+        {"layers": 2.0},
+        {"counts": [[True] * 16] * 2},
+        {"counts": [["1"] * 16] * 2},
     ],
 )
 def test_c16_a_wrong_profile_is_left_out_with_a_reason(saved, change):
@@ -53,7 +56,10 @@ def test_c16_a_wrong_profile_is_left_out_with_a_reason(saved, change):
     assert profile is None and str(saved) in reason
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000, b"null", b'{"rows": ' + b"9" * 5000 + b"}"],
+)
 def test_c16_a_file_that_is_no_profile(saved, content):
     saved.write_bytes(content)
     assert load_profile(saved, IDENTITY)[0] is None

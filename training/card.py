@@ -75,7 +75,7 @@ def runs(logs: list[Path]) -> str:
                 f"{last['tokens'] / 1e6:.0f} M",
                 f"{speed:,.0f}",
                 f"{last['lm']:.3f}",
-                f"{last['mtp']:.3f}",
+                f"{last['mtp']:.3f}" if last["mtp"] else "-",
                 f"{end.get('perplexity', float('nan')):.2f}",
             )
         )
@@ -87,7 +87,7 @@ def runs(logs: list[Path]) -> str:
         "tokens/s",
         "training loss",
         "MTP loss",
-        "held-out perplexity",
+        "perplexity, a held-out sample in windows of 2,048",
     )
     return as_table(head, rows) if rows else "No log was given."
 
@@ -118,7 +118,9 @@ def router(folder: Path, values: dict) -> str:
     held = values.get("top_share_by_layer", [float("nan")] * len(taken))
     dead = values.get("dead_share_by_layer", [float("nan")] * len(taken))
     top_k = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_experts_per_tok"]
-    common = (counts * top_k / counts.sum(1, keepdim=True) > 0.5).sum(1).tolist()  # picked by over half of the tokens
+    common = (
+        (counts * top_k / counts.sum(1, keepdim=True) > 0.5).sum(1).tolist()
+    )  # picked by over half of the tokens
     rows = [
         (layer, f"{100 * a:.1f}%", f"{100 * b:.1f}%", f"{100 * c:.1f}%", d)
         for layer, (a, b, c, d) in enumerate(zip(taken, held, dead, common, strict=True))
@@ -183,7 +185,7 @@ nothing.
 {leaks}
 
 ## Recipe
-One H200, text of 60% prose, 25% code and 15% Chinese by tokens, seen about twenty times. Float32 weights with bf16
+One H200, text of 60% prose, 25% code and 15% Chinese by tokens, seen 24 times. Float32 weights with bf16
 products, AdamW on a cosine schedule by time, clipping at 1.0, dropout on embeddings, n-gram rows and block outputs,
 sequences of 512 tokens, then 2,048 and 8,192. The MTP layer learns from the detached trunk. Each layer's balance loss
 is steered so that the busiest third of its experts takes about 70% of the picks, as larger models' do; experts that
@@ -197,7 +199,8 @@ another, the last one on two host cores. `LOG.md` says what each changed.
 
 {bars}
 
-Loss (nats) of the same tokens read at positions {ranges} of a window: {positions}.
+Loss (nats) of the same tokens read at positions {ranges} of a window, the bar being on all of them together:
+{positions}.
 
 ## Router
 {router}
@@ -208,6 +211,13 @@ standard library, and no web text. The context is 8,192 tokens. Its indexer is r
 context: `indexer_budget` must not be lowered. The MTP layer (`mtp.*`) is read by this project and ignored by
 transformers.
 """
+
+
+def positions(values: dict) -> str:
+    rows = {"all": values["position_losses"], **values["position_losses_by_kind"]}
+    return "; ".join(
+        f"{kind} " + ", ".join(f"{loss:.3f}" for loss in losses) for kind, losses in rows.items()
+    )
 
 
 def render(folder: Path, values: dict, logs: list[Path], corpus: Path) -> str:
@@ -224,7 +234,7 @@ def render(folder: Path, values: dict, logs: list[Path], corpus: Path) -> str:
         kinds=kinds(values),
         bars=bars(values),
         ranges=", ".join(values["position_ranges"]),
-        positions=", ".join(f"{value:.3f}" for value in values["position_losses"]) or "not measured",
+        positions=positions(values),
         router=router(folder, values),
         picture="\n![Picks by layer and expert](router.png)\n" if drawn else "",
     )

@@ -6,6 +6,7 @@ python -m training.trace [FOLDER] --out warmset/models/data/trace.safetensors
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from training.data import held_out
@@ -13,6 +14,7 @@ from training.evaluate import EVALUATION, TINY
 from warmset.config import EngineConfig, SlotsRequest
 from warmset.engine import TokenEngine
 from warmset.measure.trace import record_trace, save_trace
+from warmset.models import BUILTIN
 
 ROWS = (("prose", 400), ("code", 800))
 
@@ -37,6 +39,8 @@ def main() -> None:
         model=str(options.folder), slots=SlotsRequest(text="all"), device="cpu", stages=False
     )
     trace = record_trace(TokenEngine(config), texts)
+    if options.folder.resolve() == BUILTIN["builtin:tiny"].resolve():
+        trace = replace(trace, model="builtin:tiny")
     save_trace(trace, options.out)
     print(f"{options.out}: {trace.num_rows} rows, fingerprint {trace.fingerprint}")
 

@@ -183,7 +183,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def _read_json(file: Path) -> dict:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: no JSON, no UTF-8, or a number past all bounds
         raise CheckpointError(f"{file} cannot be read as JSON: {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object. Got {type(value).__name__}.")
@@ -197,6 +201,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise CheckpointError(f"{index}: {name} must lie in a file of the same folder. Got {shard!r}.")
     return weight_map
 
 
@@ -235,13 +242,18 @@ def _read_header(file: Path) -> list[TensorSpan]:
             raise CheckpointError(f"{file} is cut or not safetensors: its header would end past the file.")
         try:
             header = json.loads(stream.read(header_bytes))
+            if not isinstance(header, dict):
+                raise ValueError("it is no JSON object")
             header.pop("__metadata__", None)
             spans = [_span(file, 8 + header_bytes, name, entry) for name, entry in header.items()]
-        except (UnicodeDecodeError, ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{file} has a safetensors header that cannot be read: {error}.") from None
     expected = max((span.offset + span.nbytes for span in spans), default=8 + header_bytes)
+    ends = [8 + header_bytes, *sorted(span.offset + span.nbytes for span in spans)]
+    if sorted(span.offset for span in spans) != ends[:-1]:
+        raise CheckpointError(f"{file} is damaged: its tensors overlap or leave gaps.")
     if size != expected:
         raise CheckpointError(f"{file} is damaged: its header promises {expected} bytes. Got {size}.")
     return spans
@@ -251,6 +263,9 @@ def _span(file: Path, base: int, name: str, entry: dict) -> TensorSpan:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{file}: the tensor {name} has the unsupported dtype {entry['dtype']}.")
     begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise CheckpointError(f"{file}: the tensor {name} has offsets or a shape that are no whole numbers.")
     span = TensorSpan(
         name=name,
         file=file,
@@ -301,7 +316,8 @@ def find_experts(checkpoint: Checkpoint, model_type: str) -> tuple[ExpertMap, se
 
 
 def _natural_key(name: str) -> list:
-    return [int(part) if part.isdigit() else part for part in name.split(".")]
+    parts = name.split(".")
+    return [(0, int(part), "") if part.isascii() and part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _transforms(model_type: str) -> tuple[list, list]:
@@ -336,9 +352,10 @@ def _locate(span: TensorSpan, model_type: str) -> tuple[str, _Piece] | None:
         raise CheckpointError(
             f"{span.file}: {model_type} stores experts through {' + '.join(operations)}, not supported yet."
         )
-    glob = re.escape(pattern).replace(r"\*", r"(\d+)")
+    glob = re.escape(pattern).replace(r"\*", r"(\d{1,9})")
     found = re.search(glob, apply_renamings(span.name, renamings))
-    assert found is not None, (span.name, pattern)
+    if found is None:
+        raise CheckpointError(f"{span.file}: Warmset does not know the expert tensor {span.name}.")
     if parameter == "down_proj":
         matrix = "down"
     else:
@@ -350,6 +367,8 @@ def _layout_of(pieces: list[_Piece]) -> ExpertLayout:
     down = next((piece.span for piece in pieces if piece.matrix == "down"), None)
     if down is None:
         raise CheckpointError(f"{pieces[0].span.file}: no down projection beside {pieces[0].span.name}.")
+    if len(down.shape) < 2:
+        raise CheckpointError(f"{down.file}: {down.name} must be a matrix. Got the shape {down.shape}.")
     hidden, width = down.shape[-2:]
     if down.dtype not in EXPERT_DTYPES:
         raise CheckpointError(f"{down.file}: experts must be float32, bfloat16 or float16. Got {down.dtype}.")

@@ -6,20 +6,24 @@ Answers go to stdout, everything else to stderr. Bad input is one sentence on st
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import warmset
-from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
+from warmset.config import EngineConfig, SamplingConfig, SlotsRequest, shown
 from warmset.errors import WarmsetError
 
 app = typer.Typer(
     add_completion=False,
     invoke_without_command=True,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help="Mixture-of-Experts models bigger than the fast memory of the machine.",
 )
 bench = typer.Typer(
@@ -28,6 +32,7 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 ENGINE, SAMPLING = EngineConfig(), SamplingConfig()
+MAX_CASES = 1_000_000
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write one object; - = stdout.")
 ]
@@ -67,7 +72,7 @@ def _number(kind: type) -> Any:
             return kind(text)
         except ValueError:
             whole = "a whole number" if kind is int else "a number"
-            raise typer.BadParameter(f"must be {whole}. Got {text!r}.") from None
+            raise typer.BadParameter(f"must be {whole}. Got {shown(text)}.") from None
 
     return parse
 
@@ -195,7 +200,7 @@ def build_policy(route_resident: str | None, ranks: str | None, policy: str | No
     try:
         margin = float(route_resident)
     except ValueError:
-        raise WarmsetError(f"--route-resident must be a number. Got {route_resident!r}.") from None
+        raise WarmsetError(f"--route-resident must be a number. Got {shown(route_resident)}.") from None
     return MarginSwap(margin=margin, ranks=parse_ranks(ranks))
 
 
@@ -204,8 +209,9 @@ def parse_ranks(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, dash, high = text.partition("-")
-    if not (dash and low.isdecimal() and high.isdecimal()):
-        raise WarmsetError(f"--ranks must be LO-HI, two whole numbers of 0 or more. Got {text!r}.")
+    digits = all(part.isascii() and part.isdecimal() and len(part) < 10 for part in (low, high))
+    if not (dash and digits):
+        raise WarmsetError(f"--ranks must be LO-HI, two whole numbers of 0 or more. Got {shown(text)}.")
     if int(low) > int(high):
         raise WarmsetError(f"--ranks must leave a tail: LO at most HI. Got {text!r}.")
     return int(low), int(high)
@@ -216,7 +222,7 @@ def run_generate(
 ) -> dict[str, Any]:
     """Check, load, answer (streamed to stdout unless `quiet`), and return the object of `--json`."""
     from warmset.progress import Bars
-    from warmset.text import Engine, check_request
+    from warmset.text import Engine, check_request, encode
 
     check_request(config, prompt, policy)
     with Bars() as bars:
@@ -224,11 +230,10 @@ def run_generate(
     for note in engine.notes:
         typer.echo(f"warmset: {note}", err=True)
     pieces = []
-    for piece in engine.stream_ids(engine.tokenizer.encode(prompt), sampling):
+    for piece in engine.stream_ids(encode(engine.tokenizer, prompt), sampling):
         pieces.append(piece)
         if not quiet:
             typer.echo(piece, nl=False)
-            sys.stdout.flush()
     if not quiet:
         typer.echo()
     figures = engine.stats()
@@ -275,8 +280,8 @@ def parity(
     from warmset.engine import resolve_device
     from warmset.measure import parity as harness
 
-    if cases < 1:
-        raise WarmsetError(f"--cases must be 1 or more. Got {cases}.")
+    if not 1 <= cases <= MAX_CASES:
+        raise WarmsetError(f"--cases must be 1 to {MAX_CASES:,}. Got {cases}.")
     if not 0 <= seed < 2**31:
         raise WarmsetError(f"--seed must be 0 to 2**31 - 1. Got {seed}.")
     if device not in ("cpu", "cuda"):
@@ -303,8 +308,8 @@ def bench_kernels(
     from warmset.engine import resolve_device
     from warmset.measure import kernels, kernels_table
 
-    if cases < 1:
-        raise WarmsetError(f"--cases must be 1 or more. Got {cases}.")
+    if not 1 <= cases <= MAX_CASES:
+        raise WarmsetError(f"--cases must be 1 to {MAX_CASES:,}. Got {cases}.")
     resolve_device("cuda")
     check_writable(json_path)
     measured = kernels.run_bench(trace=trace, parity_cases=cases)
@@ -365,9 +370,12 @@ def bench_window(
 
     check_writable(json_path)
     require(part == "experts", "--part", "experts", part)
-    found = run_bench(
-        shape, parse_list(rows, int), parse_list(cold_experts, float), resolve_device(device), tiles
-    )
+    chosen = resolve_device(device)
+    if chosen.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise WarmsetError(
+            "bench window needs a CUDA device: on a CPU it only rehearses, with TRITON_INTERPRET=1."
+        )
+    found = run_bench(shape, parse_list(rows, int), parse_list(cold_experts, float), chosen, tiles)
     if json_path == "-":
         emit_json(found, json_path)
     elif json_path is not None:
@@ -392,9 +400,23 @@ def check_writable(json_path: str | None) -> None:
     """Refuse a `--json` path that cannot be written, before the work and not after it."""
     if json_path in (None, "-"):
         return
-    path = Path(json_path)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise WarmsetError(f"--json must be - or a file in a folder that exists. Got {json_path!r}.")
+    refusal = WarmsetError(
+        f"--json must be - or a file in a folder that can be written to. Got {shown(json_path)}."
+    )
+    try:
+        path = Path(json_path).resolve()
+        if path.exists() and not path.is_file():
+            if path.is_dir() or not os.access(path, os.W_OK):
+                raise refusal
+            return
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
+        os.close(descriptor)
+        os.unlink(temporary)
+        os.stat(path) if path.exists() else os.lstat(path.parent)
+        if len(os.fsencode(path.name)) > 255:
+            raise refusal
+    except (OSError, ValueError):
+        raise refusal from None
 
 
 def emit_json(value: dict[str, Any], json_path: str | None) -> None:
@@ -421,17 +443,20 @@ _UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__
 
 def main() -> None:
     """Entry point: runs the command and turns errors into one sentence and an exit code."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us as it ends any filter
     try:
         sys.exit(app(standalone_mode=False))
     except WarmsetError as error:
         _leave(str(error), 2)
+    except OSError as error:
+        _leave(f"{error.strerror or error}: {error.filename or 'standard output'}.", 2)
+    except MemoryError:
+        _leave("out of memory: fewer slots or a shorter max_model_len need less.", 2)
     except _UsageProblem as error:
         _leave(error.format_message(), 2)
     except (typer.Abort, KeyboardInterrupt):
         _leave("stopped.", 130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
 
 
 def _leave(sentence: str, code: int) -> None:

@@ -26,10 +26,29 @@ class Resolved(Generic[Value]):
     why: str
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error shows it: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def require(condition: bool, name: str, allowed: str, got: object) -> None:
     """Refuse a setting in the house form: name, what is allowed, what came."""
     if not condition:
-        raise WarmsetError(f"{name} must be {allowed}. Got {got!r}.")
+        raise WarmsetError(f"{name} must be {allowed}. Got {shown(got)}.")
+
+
+def require_types(owner: object, kinds: dict[str, tuple[type, ...]]) -> None:
+    """Refuse fields of another type than they are declared with; True and False are no numbers."""
+    for name, allowed in kinds.items():
+        value = getattr(owner, name)
+        fits = isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool))
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+        require(fits, name, f"of type {names}", value)
+
+
+_TEXT, _MAYBE_TEXT = (str,), (str, type(None))
+_WHOLE, _REAL = (int,), (int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +106,18 @@ class EngineConfig:
     stages: bool = True
 
     def __post_init__(self) -> None:
+        require_types(
+            self,
+            {
+                **dict.fromkeys(("model", "device", "dtype", "admission", "route_kernel"), _TEXT),
+                **dict.fromkeys(("revision", "vram", "profile"), _MAYBE_TEXT),
+                "max_model_len": (int, type(None)),
+                "slots": (SlotsRequest,),
+                "stages": (bool,),
+            },
+        )
+        require(self.model != "", "model", "a name", self.model)
+        require(self.profile != "", "profile", "a file", self.profile)
         require(self.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", self.dtype)
         require(self.admission in ADMISSIONS, "admission", f"one of {', '.join(ADMISSIONS)}", self.admission)
         require(
@@ -111,6 +142,8 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_types(self, {**dict.fromkeys(("max_new_tokens", "top_k", "seed"), _WHOLE)})
+        require_types(self, {**dict.fromkeys(("temperature", "top_p", "min_p"), _REAL)})
         require(self.max_new_tokens >= 1, "max_new_tokens", "1 or more", self.max_new_tokens)
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         require(finite, "temperature", "a finite number of 0 or more", self.temperature)

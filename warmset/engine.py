@@ -8,6 +8,7 @@ are or which experts lie in them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ import torch
 
 from warmset import checkpoint as ckpt
 from warmset import model, plan, profile
-from warmset.config import EngineConfig, Resolved, SamplingConfig
+from warmset.config import EngineConfig, Resolved, SamplingConfig, shown
 from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes, open_arena, why_not
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
-from warmset.models import BUILTIN_PROFILES, find_model
+from warmset.models import BUILTIN, BUILTIN_PROFILES, find_model
 from warmset.routing import Policy, describe
 from warmset.sample import sample_token
 from warmset.slots import AddressTable, Slots
@@ -63,9 +64,14 @@ class Prepared:
 def prepare(config: EngineConfig) -> Prepared:
     """Find and check the model's files and resolve device, dtype, context and slots, without loading weights."""
     folder = find_model(config.model, config.revision)
+    if config.revision is not None and (config.model in BUILTIN or Path(config.model).expanduser().is_dir()):
+        raise WarmsetError(
+            f"revision is for hub ids. Got {shown(config.revision)} with {shown(config.model)}."
+        )
     checkpoint = ckpt.open_checkpoint(folder)
     family = model.load_config(checkpoint)
     experts, covered = ckpt.find_experts(checkpoint, family.model_type)
+    model.check_experts(family, experts)
     context = model.context_length(family)
     max_model_len = config.max_model_len or context
     if max_model_len > context:
@@ -99,8 +105,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     kind, _, index = name.partition(":")
-    if kind != "cuda" or (":" in name and not index.isdigit()):
-        raise WarmsetError(f"device must be auto, cpu, cuda or cuda:N. Got {name!r}.")
+    if kind != "cuda" or (":" in name and not (index.isascii() and index.isdecimal() and len(index) < 5)):
+        raise WarmsetError(f"device must be auto, cpu, cuda or cuda:N. Got {shown(name)}.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
         raise WarmsetError(f"device {name} is not there: this machine has {count} CUDA devices.")
@@ -125,6 +131,16 @@ class TokenEngine:
         self.notes: list[str] = []
         self.clock = StageClock(self.prepared.device, enabled=config.stages)
         self._progress = progress
+        self._answering = threading.Lock()
+        self._closed = False
+        if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
+            raise WarmsetError(
+                f"policy must be an object with a method `route`, or None. Got {shown(policy)}."
+            )
+        if config.route_kernel != "fused" and self.prepared.device.type == "cpu":
+            self.notes.append(
+                f"route_kernel {config.route_kernel} is for GPUs: on the CPU plain torch routes."
+            )
         self._load()
         self.run = Run()
 
@@ -132,7 +148,12 @@ class TokenEngine:
         prepared = self.prepared
         experts, device = prepared.experts, prepared.device
         trunk = model.load_trunk(
-            prepared.checkpoint, prepared.config, prepared.covered, prepared.dtype, device
+            prepared.checkpoint,
+            prepared.config,
+            prepared.covered,
+            set(experts.modules),
+            prepared.dtype,
+            device,
         )
         model.skip_unused_indexers(trunk, prepared.max_model_len)
         layers = model.find_layers(trunk, experts)
@@ -240,7 +261,9 @@ class TokenEngine:
 
     def _choose_residents(self) -> list[tuple[int, int]]:
         experts, count = self.prepared.experts, self.num_slots.value
-        path = self.config.profile or BUILTIN_PROFILES.get(self.config.model)
+        path: str | Path | None = self.config.profile
+        if path is None:
+            path = BUILTIN_PROFILES.get(self.config.model)
         if path is not None:
             learned, reason = profile.load_profile(Path(path), self.identity())
             if learned is not None:
@@ -265,6 +288,25 @@ class TokenEngine:
         """Yield new token ids one by one; `self.run` and `stats()` hold the figures. Counters start at zero."""
         limit = self.prepared.max_model_len
         check_prompt(len(prompt_ids), limit)
+        self._check_ids(prompt_ids)
+        if self._closed:
+            raise WarmsetError("This engine is closed.")
+        if not self._answering.acquire(blocking=False):
+            raise WarmsetError("This engine is already answering: it makes one answer at a time.")
+        try:
+            yield from self._decode(prompt_ids, sampling, stop_ids, limit)
+        finally:
+            self._answering.release()
+
+    def _check_ids(self, ids: list[int]) -> None:
+        size = getattr(self.prepared.config, "vocab_size", None)
+        for token in ids:
+            if not isinstance(token, int) or token < 0 or (size is not None and token >= size):
+                raise WarmsetError(f"prompt ids must be 0 to {size - 1 if size else '...'}. Got {token!r}.")
+
+    def _decode(
+        self, prompt_ids: list[int], sampling: SamplingConfig, stop_ids: frozenset[int], limit: int
+    ) -> Iterator[int]:
         self.windows.reset_counts()
         self.store.bytes_read = 0
         self.run = run = Run(prompt_tokens=len(prompt_ids))
@@ -284,6 +326,8 @@ class TokenEngine:
                 return
             yield token
             start = time.perf_counter()
+            if self._closed:
+                raise WarmsetError("This engine was closed while it answered.")
             with self.clock.window():
                 logits_V = self.windows.step(sequence, token)
                 with self.clock.stage("sample"):
@@ -324,6 +368,8 @@ class TokenEngine:
         }
 
     def close(self) -> None:
+        """Let go of files and pinned memory; the engine answers nothing afterwards."""
+        self._closed = True
         self.store.close()
 
     def __enter__(self) -> TokenEngine:

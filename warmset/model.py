@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from warmset.checkpoint import Checkpoint, ExpertMap
-from warmset.errors import CheckpointError, RowError
+from warmset.errors import CheckpointError, PolicyError, RowError
 from warmset.experts import ExpertRunner
 from warmset.kernels import dispatch
 from warmset.routing import (
+    POLICIES,
     CachePrior,
     Exact,
     Policy,
@@ -129,14 +130,7 @@ class Routing:
         context = RouteContext(layer=layer.index, table=self.table, position_T=self.position_T[:num_rows])
         if self.means is not None:
             context.mean_range_L = self.means.mean_L
-        routed = dispatch.route(
-            self.policy,
-            logits_TE,
-            self.slot_LE[layer.index],
-            rule=layer.rule,
-            context=context,
-            form=self._form,
-        )
+        routed = self._routed(layer, logits_TE, context)
         if self.means is not None:
             if routed.range_T is not None:
                 self.means.observe_range(layer.index, routed.range_T)
@@ -145,10 +139,44 @@ class Routing:
         self.made.append(routed)
         return routed
 
+    def _routed(self, layer: MoeLayer, logits_TE: torch.Tensor, context: RouteContext) -> Routed:
+        slot_E = self.slot_LE[layer.index]
+        if type(self.policy) in POLICIES.values():
+            return dispatch.route(
+                self.policy, logits_TE, slot_E, rule=layer.rule, context=context, form=self._form
+            )
+        name = type(self.policy).__qualname__
+        try:
+            routed = self.policy.route(logits_TE, slot_E, rule=layer.rule, context=context)
+        except (Exception, SystemExit) as error:
+            raise PolicyError(f"policy {name} failed in layer {layer.index}: {_first(error)}") from error
+        check_routed(routed, logits_TE, layer.rule.top_k, f"policy {name}, layer {layer.index}")
+        return routed
+
     def commit(self, num_rows: int) -> None:
         """The first `num_rows` rows of the window are kept; what a policy learns from is learned now."""
         if self.means is not None:
             self.means.commit(num_rows)
+
+
+def check_routed(routed: Any, logits_TE: torch.Tensor, top_k: int, who: str) -> None:
+    """Refuse what a user's policy returned if it is no routing of these rows; PolicyError says what is wrong."""
+    if not isinstance(routed, Routed):
+        raise PolicyError(f"{who} must return a Routed. Got {type(routed).__name__}.")
+    num_rows, num_experts = logits_TE.shape
+    ids_TK, weights_TK = routed.ids_TK, routed.weights_TK
+    for name, value in (("ids_TK", ids_TK), ("weights_TK", weights_TK)):
+        if tuple(value.shape) != (num_rows, top_k):
+            raise PolicyError(f"{who}: {name} must have shape {(num_rows, top_k)}. Got {tuple(value.shape)}.")
+    if ids_TK.dtype not in (torch.int32, torch.int64):
+        raise PolicyError(f"{who}: ids_TK must be int32. Got {ids_TK.dtype}.")
+    if bool(((ids_TK < -1) | (ids_TK >= num_experts)).any()):
+        raise PolicyError(f"{who}: ids must be -1 (no pick) to {num_experts - 1}. Got {ids_TK.tolist()}.")
+    picked_TK = ids_TK.sort(dim=1).values
+    if bool(((picked_TK[:, 1:] == picked_TK[:, :-1]) & (picked_TK[:, 1:] >= 0)).any()):
+        raise PolicyError(f"{who}: an expert may be picked once a row. Got {ids_TK.tolist()}.")
+    if not bool(torch.isfinite(weights_TK).all()):
+        raise PolicyError(f"{who}: weights must be finite.")
 
 
 class WarmRouter(nn.Module):
@@ -201,24 +229,53 @@ def load_config(checkpoint: Checkpoint) -> Any:
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'} is not usable: {first}") from None
+    except Exception as error:  # the configuration classes raise many kinds; each means the same to a user
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'} is not usable: {_first(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"{checkpoint.folder} is a {config.model_type}, which is no text model.")
     return config
 
 
+def _first(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
 def context_length(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", 0) or 4096)
+    """The longest sequence that the model was made for, in tokens."""
+    length = getattr(config, "max_position_embeddings", None) or 4096
+    if not isinstance(length, int) or length < 2:
+        raise CheckpointError(f"config.json: max_position_embeddings must be 2 or more. Got {length!r}.")
+    return length
+
+
+def check_experts(config: Any, expert_map: ExpertMap) -> None:
+    """Refuse files whose experts are more or fewer than the configuration says: they would be picked in vain."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count != expert_map.num_experts:
+            raise CheckpointError(
+                f"config.json has {name} {count}, the files hold {expert_map.num_experts} experts a layer."
+            )
+    layout = expert_map.layout
+    for name, held in (("hidden_size", layout.hidden), ("moe_intermediate_size", layout.width)):
+        given = getattr(config, name, None)
+        if isinstance(given, int) and given != held:
+            raise CheckpointError(f"config.json has {name} {given}, the experts in the files have {held}.")
 
 
 def load_trunk(
-    checkpoint: Checkpoint, config: Any, covered: set[str], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: Any,
+    covered: set[str],
+    modules: set[str],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> nn.Module:
     """The model without its experts, weights loaded. Raises CheckpointError when a tensor is missing or unused.
 
-    `covered`: the names of the tensors that the expert map accounts for.
+    `covered`: the names of the tensors that the expert map accounts for; `modules`: the experts modules' paths.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -233,19 +290,22 @@ def load_trunk(
     bare = type(
         family.__name__, (family,), {"__init__": init_without_experts, "__module__": family.__module__}
     )
-    with quiet_transformers():
-        trunk, info = bare.from_pretrained(  # type: ignore[attr-defined]
-            checkpoint.folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+    try:
+        with quiet_transformers():
+            trunk, info = bare.from_pretrained(  # type: ignore[attr-defined]
+                checkpoint.folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever building or loading raises is about these files
+        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {_first(error)}") from None
     if info["missing_keys"]:
         raise CheckpointError(f"{checkpoint.folder} lacks the tensor {sorted(info['missing_keys'])[0]}.")
-    _refuse_unused(checkpoint, trunk, set(info["unexpected_keys"]), covered)
+    _refuse_unused(checkpoint, trunk, set(info["unexpected_keys"]), covered, modules)
     _leave_the_files(trunk)
     return trunk.eval().requires_grad_(False).to(device)
 
@@ -264,10 +324,12 @@ def _leave_the_files(trunk: nn.Module) -> None:
         parameter.data = own[address]
 
 
-def _refuse_unused(checkpoint: Checkpoint, trunk: Any, unexpected: set[str], covered: set[str]) -> None:
+def _refuse_unused(
+    checkpoint: Checkpoint, trunk: Any, unexpected: set[str], covered: set[str], modules: set[str]
+) -> None:
     known = [re.compile(pattern) for pattern in trunk._keys_to_ignore_on_load_unexpected or []]
     for name in sorted(unexpected - covered):
-        expert = ".experts." in name
+        expert = name.rpartition(".")[0] in modules  # named as the module has it, not as the file has it
         if not expert and not any(pattern.search(name) for pattern in known):
             raise CheckpointError(
                 f"{checkpoint.folder} holds the tensor {name}, which the model does not use."
@@ -287,7 +349,12 @@ def find_layers(trunk: nn.Module, expert_map: ExpertMap) -> list[MoeLayer]:
         stub = _stub_of(block)
         if stub.unsupported:
             raise CheckpointError(f"{stub.family} needs {', '.join(stub.unsupported)}: not supported yet.")
-        layers.append(MoeLayer(index=index, path=path, rule=_probe(_router_of(block, path), path)))
+        router = _router_of(block, path)
+        if router.weight.shape[0] != expert_map.num_experts:
+            raise CheckpointError(
+                f"{path}: the router scores {router.weight.shape[0]} experts, the files hold {expert_map.num_experts}."
+            )
+        layers.append(MoeLayer(index=index, path=path, rule=_probe(router, path)))
     if paths:
         raise CheckpointError(f"The checkpoint has no experts for {sorted(paths)[0]}.")
     return layers

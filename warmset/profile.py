@@ -19,6 +19,7 @@ import numpy as np
 
 FORMAT = "warmset-profile"
 VERSION = 1
+MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ def load_profile(path: Path, expected: Identity) -> tuple[Profile | None, str]:
     try:
         if path.is_dir():
             return None, f"{path} is a directory"
+        if path.exists() and not path.is_file():
+            return None, f"{path} is no regular file"
+        if path.exists() and path.stat().st_size > MOST_BYTES:
+            return None, f"{path} is larger than any profile"
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text)
         return _validate(raw, expected, str(path))
@@ -70,28 +75,34 @@ def load_profile(path: Path, expected: Identity) -> tuple[Profile | None, str]:
         return None, f"{path} does not exist"
     except (OSError, UnicodeDecodeError) as error:
         return None, f"{path} cannot be read ({error})"
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError also for numbers of thousands of digits
         return None, f"{path} is not whole JSON"
 
 
 def _validate(raw: object, expected: Identity, source: str) -> tuple[Profile | None, str]:
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") is not VERSION:
         return None, f"{source} is no {FORMAT} of version {VERSION}"
     for key, value in (
         ("layers", expected.num_layers),
         ("experts", expected.num_experts),
         ("fingerprint", expected.fingerprint),
     ):
-        if raw.get(key) != value:
+        if raw.get(key) != value or type(raw.get(key)) is not type(value):
             return None, f"{source} is of another model: {key} is {raw.get(key)!r}, not {value!r}"
     try:
-        counts_LE = np.array(raw["counts"], dtype=np.float64)
+        given = np.array(raw["counts"])
+        if given.dtype.kind not in "iuf" or any(
+            isinstance(count, bool) for row in raw["counts"] for count in row
+        ):
+            raise TypeError("counts must be numbers")
+        counts_LE = given.astype(np.float64)
         rows, decay = float(raw.get("rows", 0.0)), float(raw.get("decay", 1.0))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None, f"{source} has counts that are not numbers"
     if counts_LE.shape != (expected.num_layers, expected.num_experts):
         return None, f"{source} has counts of shape {counts_LE.shape}"
-    if not np.isfinite(counts_LE).all() or (counts_LE < 0).any() or not np.isfinite([rows, decay]).all():
+    whole = np.isfinite(counts_LE).all() and np.isfinite([rows, decay]).all()
+    if not whole or (counts_LE < 0).any() or rows < 0:
         return None, f"{source} has counts that are negative or not finite"
     profile = Profile(
         identity=expected,
@@ -123,6 +134,10 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write text so that `path` holds either the old content or all of the new."""
+    path = path.resolve()  # a link stays a link: what it points to is replaced
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe cannot be replaced, only written to
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -5,6 +5,8 @@ Knows router scores and slots, no model. Imports neither transformers nor, befor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -63,15 +65,18 @@ def route(
         >>> ids
         tensor([[0, 1, 2, 5]], dtype=torch.int32)
     """
-    rule = RouterRule(
-        top_k=topk,
-        renormalize=bool(renormalize),
-        scoring=scoring_func,
-        scale=_number("routed_scaling_factor", routed_scaling_factor),
-        num_groups=num_expert_group,
-        top_groups=topk_group,
-        group_score="max" if e_score_correction_bias is None else "sum2",
-    )
+    if not isinstance(renormalize, bool):
+        raise PolicyError(f"`renormalize` must be True or False. Got {renormalize!r}.")
+    with _argument_names():
+        rule = RouterRule(
+            top_k=topk,
+            renormalize=renormalize,
+            scoring=scoring_func,
+            scale=_number("routed_scaling_factor", routed_scaling_factor),
+            num_groups=num_expert_group,
+            top_groups=topk_group,
+            group_score="max" if e_score_correction_bias is None else "sum2",
+        )
     _check_tensor("scores", scores, "[T, E]", None, SCORE_DTYPES)
     num_experts = scores.shape[1]
     _check_tensor("slots", slots, f"[{num_experts}]", scores.device, (torch.int32,))
@@ -82,7 +87,17 @@ def route(
         _check_tensor(
             "e_score_correction_bias", e_score_correction_bias, expected, scores.device, (torch.float32,)
         )
-    rule.check(num_experts)
+    with _argument_names():
+        rule.check(num_experts)
+    if (
+        context is not None
+        and context.table is not None
+        and not 0 <= context.layer < len(context.table.value_L)
+    ):
+        raise WarmsetError(
+            f"`context.layer` must be 0 to {len(context.table.value_L) - 1}, the layers of its table. "
+            f"Got {context.layer}."
+        )
     policy = Exact() if policy is None else policy
     if not isinstance(policy, Policy) or isinstance(policy, type):
         raise PolicyError(f"`policy` must be an object with a method `route`, or None. Got {policy!r}.")
@@ -90,6 +105,27 @@ def route(
         policy, scores, slots, rule=rule, bias_E=e_score_correction_bias, context=context, form=kernel
     )
     return routed.ids_TK, routed.weights_TK, routed.counters
+
+
+_NAMES = {
+    "`top_k`": "`topk`",
+    "`num_groups`": "`num_expert_group`",
+    "`top_groups`": "`topk_group`",
+    "`scoring`": "`scoring_func`",
+    "`scale`": "`routed_scaling_factor`",
+}
+
+
+@contextmanager
+def _argument_names() -> Iterator[None]:
+    """Errors of the rule under the names that this call's arguments have."""
+    try:
+        yield
+    except PolicyError as error:
+        message = str(error)
+        for inner, outer in _NAMES.items():
+            message = message.replace(inner, outer)
+        raise PolicyError(message) from None
 
 
 def _number(name: str, value: Any) -> float:

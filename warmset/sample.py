@@ -24,7 +24,9 @@ def sample_token(logits_V: torch.Tensor, config: SamplingConfig, position: int) 
         )
     if config.temperature == 0.0:
         return int(np.argmax(scores_V))
-    scores_V = _filtered(scores_V / config.temperature, config)
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the greatest to -inf: greedy
+        scores_V = (scores_V - scores_V.max()) / config.temperature
+    scores_V = _filtered(scores_V, config)
     generator = np.random.Generator(np.random.Philox(key=[config.seed, position]))
     return int(np.argmax(scores_V + generator.gumbel(size=scores_V.shape)))
 

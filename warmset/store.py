@@ -73,6 +73,7 @@ class FileStore:
         self._descriptors: dict[Path, int] = {
             file: os.open(file, os.O_RDONLY) for file in list_files(expert_map)
         }
+        self._close = weakref.finalize(self, _close_all, self._descriptors)
 
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
         """Fill `out_B` (uint8 [layout.nbytes], on the CPU); padding bytes are left as they are."""
@@ -103,9 +104,12 @@ class FileStore:
         yield from sorted(found, key=lambda entry: (place[entry[2].file], entry[2].offset))
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
+        self._close()
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
 
 
 class ArenaStore:

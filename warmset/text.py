@@ -5,10 +5,12 @@ Characters that are split over tokens are delivered whole (`tokenizers`' own str
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
-from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
+from warmset.config import EngineConfig, SamplingConfig, SlotsRequest, shown
 from warmset.engine import Prepared, Progress, TokenEngine, check_prompt, prepare
 from warmset.errors import CheckpointError, WarmsetError
 from warmset.routing import Policy
@@ -20,14 +22,16 @@ def load_tokenizer(prepared: Prepared) -> Any:
 
     from warmset.model import quiet_transformers
 
+    if not (prepared.folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{prepared.folder} has no tokenizer.json.")
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(prepared.folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever it raises is about these files
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{prepared.folder} has no tokenizer that can be loaded: {first}") from None
     if not tokenizer.is_fast:
-        raise CheckpointError(f"{prepared.folder} has no tokenizer.json.")
+        raise CheckpointError(f"{prepared.folder}: the tokenizer is no fast one.")
     return tokenizer
 
 
@@ -35,14 +39,28 @@ def stop_ids(prepared: Prepared, tokenizer: Any) -> frozenset[int]:
     """End-of-text ids of the generation config, the config and the tokenizer together."""
     from transformers import GenerationConfig
 
-    found: list[int] = []
+    found: list[Any] = []
     try:
         generation = GenerationConfig.from_pretrained(prepared.folder, local_files_only=True).eos_token_id
-    except OSError:
+    except Exception:  # missing or broken: the configuration and the tokenizer know the end of a text too
         generation = None
     for value in (generation, getattr(prepared.config, "eos_token_id", None), tokenizer.eos_token_id):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return frozenset(found)
+        found += value if isinstance(value, list) else [value]
+    return frozenset(token for token in found if type(token) is int)
+
+
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt; WarmsetError when it is no text that can be encoded."""
+    from warmset.model import quiet_transformers
+
+    if not isinstance(prompt, str):
+        raise WarmsetError(f"prompt must be a text. Got {shown(prompt)}.")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise WarmsetError(f"prompt must be valid Unicode. Got {shown(prompt)}.") from None
+    with quiet_transformers():
+        return tokenizer.encode(prompt)
 
 
 class Engine:
@@ -62,7 +80,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str = "builtin:tiny",
+        model: str | os.PathLike[str] = "builtin:tiny",
         *,
         slots: str | int = "auto",
         policy: Policy | None = None,
@@ -70,7 +88,11 @@ class Engine:
         **settings: Any,
     ) -> Engine:
         """Load a model. `settings` are the fields of `config.EngineConfig`; ValueError on bad ones."""
-        config = EngineConfig(model=model, slots=SlotsRequest(text=str(slots)), **settings)
+        unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
+        if unknown:
+            raise WarmsetError(f"the engine has no setting {unknown[0]!r}.")
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        config = EngineConfig(model=name, slots=SlotsRequest(text=str(slots)), **settings)
         return cls.open(config, policy, progress)
 
     @classmethod
@@ -85,8 +107,10 @@ class Engine:
 
     def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
         """Pieces of the answer as they come. `sampling`: the fields of `config.SamplingConfig`."""
-        ids = self.tokenizer.encode(prompt)
-        yield from self.stream_ids(ids, SamplingConfig(**sampling))
+        unknown = sorted(set(sampling) - {field.name for field in fields(SamplingConfig)})
+        if unknown:
+            raise WarmsetError(f"sampling has no setting {unknown[0]!r}.")
+        yield from self.stream_ids(encode(self.tokenizer, prompt), SamplingConfig(**sampling))
 
     def stream_ids(self, ids: list[int], sampling: SamplingConfig) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream
@@ -111,15 +135,28 @@ class Engine:
         return self.tokens.stats()
 
     def close(self) -> None:
+        """Let go of files and memory; the engine answers nothing afterwards."""
         self.tokens.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def check_request(config: EngineConfig, prompt: str, policy: Policy | None = None) -> None:
     """Refuse what can be refused before any weight is loaded: files, settings, prompt, and ranks without a tail."""
     prepared = prepare(config)
-    check_prompt(len(load_tokenizer(prepared).encode(prompt)), prepared.max_model_len)
+    ids = encode(load_tokenizer(prepared), prompt)
+    check_prompt(len(ids), prepared.max_model_len)
+    size = getattr(prepared.config, "vocab_size", None)
+    if size is not None and max(ids) >= size:
+        raise CheckpointError(f"the tokenizer gives the id {max(ids)}, the model has {size}.")
     ranks = getattr(policy, "ranks", None)
     top_k = getattr(prepared.config, "num_experts_per_tok", None)
+    if ranks is not None and ranks[0] > ranks[1]:
+        raise WarmsetError(f"ranks must leave a tail: LO at most HI. Got {ranks[0]}-{ranks[1]}.")
     if ranks is not None and top_k is not None and ranks[0] >= top_k:
         raise WarmsetError(
             f"ranks must leave a tail: a row has {top_k} picks, 0 to {top_k - 1}. Got {ranks[0]}-{ranks[1]}."

@@ -59,21 +59,26 @@ def check_bars(bars_file: Path) -> list[BarResult]:
         rows = tomllib.loads(bars_file.read_text(encoding="utf-8")).get("bar", [])
     except FileNotFoundError:
         raise WarmsetError(f"{bars_file} is not there.") from None
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8
         raise WarmsetError(f"{bars_file} cannot be read: {error}.") from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise WarmsetError(f"{bars_file} must hold at least one [[bar]].")
     return [_judge(row, bars_file.parent, number) for number, row in enumerate(rows, start=1)]
 
 
 def _judge(row: dict[str, Any], folder: Path, number: int) -> BarResult:
     unknown = set(row) - set(REQUIRED) - set(OPTIONAL)
     lacking = [key for key in REQUIRED if key not in row]
-    if unknown or lacking or row["comparison"] not in COMPARISONS:
+    if unknown or lacking or str(row["comparison"]) not in COMPARISONS:
         what = (
             f"lacks {lacking[0]}" if lacking else f"has {sorted(unknown)[0]}" if unknown else "compares badly"
         )
         raise WarmsetError(
             f"Bar {number} {what}: it needs {', '.join(REQUIRED)}, may have {', '.join(OPTIONAL)}."
         )
+    texts = [key for key in (*REQUIRED[:4], *OPTIONAL) if key in row and not isinstance(row[key], str)]
+    if texts or isinstance(row["bar"], bool) or not isinstance(row["bar"], int | float):
+        raise WarmsetError(f"Bar {number}: {texts[0] if texts else 'bar'} has a value of the wrong type.")
     record = read_record(folder / row["file"])
     measured = _lookup(record, row["key"], row["file"])
     floor = _lookup(record, row["floor_key"], row["file"]) if "floor_key" in row else None
@@ -92,6 +97,6 @@ def _lookup(record: dict[str, Any], key: str, file: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             raise WarmsetError(f"{file} has no {key}.")
         value = value[part]
-    if value is None or (isinstance(value, float) and value != value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise WarmsetError(f"{file} has no number at {key}.")
     return value

@@ -78,7 +78,8 @@ def run(cases: int = 400, seed: int = 0, device: str = "cpu") -> ParityReport:
     command = [sys.executable, "-m", "warmset.measure.parity", "--cases", str(cases), "--seed", str(seed)]
     root = str(Path(warmset.__file__).parent.parent)  # where the package was not installed, it is found there
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    # The child looks for its parent after each batch, so that one killed outright leaves nothing running.
+    done = subprocess.run([*command, "--parent", str(os.getpid())], env=env, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"the parity process failed:\n{done.stderr[-2000:]}")
     return ParityReport(**json.loads(done.stdout.splitlines()[-1]))
@@ -92,12 +93,15 @@ def run_here(
     forms: Any = None,
     experts: tuple[int, ...] = EXPERTS,
     stop_at_first: bool = False,
+    parent: int | None = None,
 ) -> ParityReport:
     """`run` in this process. forms: other launchers than the package's (`kernel_forms`), for tests of the harness."""
     forms = forms or kernel_forms()
     report = ParityReport(device=device, seed=seed)
     start, number = time.perf_counter(), 0
     while report.cases < cases:
+        if parent is not None and os.getppid() != parent:
+            raise SystemExit(1)
         batch = make_batch(seed, number, experts=experts, gpu=device != "cpu")
         number += 1
         found = check_batch(batch, forms, torch.device(device), report)
@@ -262,11 +266,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--cases", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="end when this process is gone")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for rows of NaN and infinities
     quicken_interpreter()
-    print(json.dumps(vars(run_here(given.cases, given.seed))))
+    print(json.dumps(vars(run_here(given.cases, given.seed, parent=given.parent))))
 
 
 if __name__ == "__main__":

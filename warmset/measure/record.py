@@ -99,7 +99,7 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WarmsetError(f"{path} is not there: run the command that records it.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WarmsetError(f"{path} cannot be read: {error}.") from None
     if not isinstance(record, dict) or not isinstance(record.get("results"), dict):
         raise WarmsetError(f"{path} is no record: it has no results.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from warmset.measure.bars import BarResult
@@ -82,7 +83,11 @@ def bars_table(results: Sequence[BarResult]) -> Table:
     table = _table("", "measured", "floor", "bar", "verdict")
     for result in results:
         table.add_row(
-            result.name, number(result.measured, 3), number(result.floor, 3), result.bar, result.verdict
+            escape(result.name),
+            number(result.measured, 3),
+            number(result.floor, 3),
+            result.bar,
+            result.verdict,
         )
     return table
 

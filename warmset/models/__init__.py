@@ -24,10 +24,16 @@ def find_model(name: str, revision: str | None = None) -> Path:
                 f"model must be one of {', '.join(BUILTIN)}, a folder or a hub id. Got {name!r}."
             )
         return BUILTIN[name]
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WarmsetError(
+            f"model {name[:80]!r} is no path that can be looked at: {error}"[:200] + "."
+        ) from None
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise WarmsetError(
             f"model must be a folder, {', '.join(BUILTIN)} or a hub id. Got the file {name!r}."
         )

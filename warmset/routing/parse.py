@@ -71,8 +71,8 @@ def _load(path: str) -> type:
     module_name, _, class_name = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise PolicyError(f"`policy` {path!r} cannot be loaded: {error}.") from None
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        raise PolicyError(f"`policy` {path!r} cannot be loaded: {type(error).__name__}: {error}.") from None
     if not isinstance(loaded, type) or not callable(getattr(loaded, "route", None)):
         raise PolicyError(f"`policy` {path!r} must be a class with a method `route`.")
     return loaded
@@ -110,8 +110,10 @@ def _build(cls: type, name: str, given: dict[str, str]) -> Policy:
             raise PolicyError(f"`policy` {name} needs {missing[0].replace('_', '-')}=...")
     try:
         return cls(**values)
-    except TypeError as error:
-        raise PolicyError(f"`policy` {name} cannot be made: {error}.") from None
+    except PolicyError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PolicyError(f"`policy` {name} cannot be made: {type(error).__name__}: {error}.") from None
 
 
 def _value(key: str, text: str) -> Any:
@@ -119,6 +121,8 @@ def _value(key: str, text: str) -> Any:
         match = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", text)
         if match is None:
             raise PolicyError(f"`ranks` must be LO-HI, two whole numbers. Got {text!r}.")
+        if any(len(number or "") > 9 for number in match.groups()):
+            raise PolicyError("`ranks` must be LO-HI, two whole numbers under a billion.")
         lo = int(match[1])
         return lo, lo if match[2] is None else int(match[2])
     for kind in (int, float):
