@@ -31,6 +31,7 @@ ORDER = [
     "stages",
     "device_experts",
     "experts",
+    "router",
     "model",
     "sample",
     "window",

@@ -2,7 +2,7 @@
 
 Reading order, which is the way of the data:
 
-    checkpoint -> store -> slots -> profile -> routing -> experts -> model -> window -> engine -> text -> cli
+    checkpoint -> store -> slots -> profile -> routing -> experts -> router -> model -> window -> engine -> text -> cli
 
 The public names below are loaded when they are first used, so that `import warmset.routing` stays light: it
 pulls neither transformers nor triton.

@@ -24,6 +24,7 @@ from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes,
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
 from warmset.models import BUILTIN, BUILTIN_PROFILES, find_model
+from warmset.router import Routing
 from warmset.routing import Policy, describe
 from warmset.sample import sample_token
 from warmset.slots import AddressTable, Slots
@@ -174,7 +175,7 @@ class TokenEngine:
         activation = model.activation_of(trunk, layers)
         kernels = self._device_experts(activation)
         runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
-        routing = model.Routing(
+        routing = Routing(
             self.policy,
             self.rule,
             self.slots.device_table_LE,

@@ -25,3 +25,9 @@ class PolicyError(WarmsetError):
 
 class RowError(WarmsetError):
     """A row has fewer than K experts with a score above -inf, so the window was discarded."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from warmset.experts import ExpertRunner, ReadCounts
-from warmset.model import Routing, quiet_transformers
+from warmset.model import quiet_transformers
+from warmset.router import Routing
 from warmset.routing import COUNTER_NAMES, as_dict
 from warmset.stages import StageClock
 
