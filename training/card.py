@@ -190,7 +190,7 @@ products, AdamW on a cosine schedule by time, clipping at 1.0, dropout on embedd
 sequences of 512 tokens, then 2,048 and 8,192. The MTP layer learns from the detached trunk. Each layer's balance loss
 is steered so that the busiest third of its experts takes about 70% of the picks, as larger models' do; experts that
 nobody picks are copied from busy ones. Run 1 is not an ancestor of this model; runs 2, 3 and 4 continue from one
-another, the last one on two host cores. `LOG.md` says what each changed.
+another, the last one on two host cores. `LOG.md` says what each changed (4 is its run 5).
 
 {runs}
 
