@@ -82,7 +82,7 @@ def test_every_part_has_a_place_in_the_order():
 
 PUBLIC = """
 AdditiveBias CachePrior CheckpointError CumulativeMass DropCold Engine EngineConfig Exact FewerPicks MarginSwap
-MaxRank Policy PolicyError RandomSwap ResidentOnly RouterRule RowError SamplingConfig WarmsetError WindowJoint
+MaxRank Policy PolicyError RandomSwap ResidentOnly Routed RouterRule RowError SamplingConfig WarmsetError WindowJoint
 __version__ parse_policy route
 """.split()
 

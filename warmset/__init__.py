@@ -23,6 +23,7 @@ _PUBLIC = {
     "CheckpointError": "warmset.errors",
     "PolicyError": "warmset.errors",
     "RowError": "warmset.errors",
+    "Routed": "warmset.routing",
     "RouterRule": "warmset.routing",
     "Policy": "warmset.routing",
     "parse_policy": "warmset.routing",

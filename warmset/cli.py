@@ -229,13 +229,15 @@ def run_generate(
         engine = Engine.open(config, policy, bars.update)
     for note in engine.notes:
         typer.echo(f"warmset: {note}", err=True)
-    pieces = []
-    for piece in engine.stream_ids(encode(engine.tokenizer, prompt), sampling):
-        pieces.append(piece)
+    pieces: list[str] = []
+    try:
+        for piece in engine.stream_ids(encode(engine.tokenizer, prompt), sampling):
+            pieces.append(piece)
+            if not quiet:
+                typer.echo(piece, nl=False)
+    finally:  # also before an error: its sentence begins a line
         if not quiet:
-            typer.echo(piece, nl=False)
-    if not quiet:
-        typer.echo()
+            typer.echo()
     figures = engine.stats()
     engine.close()
     return {
