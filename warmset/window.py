@@ -109,9 +109,12 @@ class WindowRunner:
         self._routing.commit(num_rows)
         self.counts.windows += 1
         self.counts.rows += num_rows
-        for routed in self._routing.made:
-            self.counts.picks += int((routed.ids_TK[:num_rows] >= 0).sum())
-            self.counts.routing_5 += routed.counters_T5[:num_rows].sum(dim=0).cpu()
+        made = self._routing.made
+        picks = torch.stack([(routed.ids_TK[:num_rows] >= 0).sum() for routed in made]).sum()
+        counters_5 = torch.stack([routed.counters_T5[:num_rows].sum(dim=0) for routed in made]).sum(dim=0)
+        figures = torch.cat([counters_5, picks.reshape(1)]).cpu()  # host sync: one a window, not one a layer
+        self.counts.routing_5 += figures[:-1]
+        self.counts.picks += int(figures[-1])
 
     def reset_counts(self) -> None:
         self.counts = WindowCounts()
