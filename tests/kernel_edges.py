@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import torch
 
-from warmset.kernels import common, dispatch, reference, route_fused, swap_serial, swap_warp
+from warmset.kernels import common, dispatch, reference, route_cuda, route_fused, swap_serial, swap_warp
 from warmset.measure.interpreter import quicken_interpreter
 from warmset.routing import (
     AdditiveBias,
@@ -151,11 +151,11 @@ def poison() -> None:
     def poisoned(num_rows: int, top_k: int, device: torch.device) -> Routed:
         routed = plain(num_rows, top_k, device)
         routed.weights_TK.fill_(NAN)
-        for values in (routed.ids_TK, routed.own_ids_TK, routed.counters_T5):
+        for values in (routed.ids_TK, routed.own_ids_TK, routed.counters_T5, routed.error_T):
             values.fill_(-77)
         return routed
 
-    common.empty_routed = route_fused.empty_routed = poisoned
+    common.empty_routed = route_fused.empty_routed = route_cuda.empty_routed = poisoned
 
 
 def shape_of(edge: Edge) -> tuple[Any, ...]:
@@ -202,6 +202,27 @@ def check_edge(edge: Edge, device: str) -> None:
         expected = other.route(logits_TE, slot_E, rule=edge.rule, bias_E=bias_E, context=context)
         routed = by_kernel(other, "fused", RouteContext(mean_range_L=means.to(device)))
         same(type(other).__name__, routed, expected)
+
+
+def check_cuda(edge: Edge, device: str) -> None:
+    """`route_fused` in CUDA C++, where it knows the router, against the reference."""
+    logits_TE = torch.as_tensor(edge.logits, dtype=torch.float32).to(edge.dtype)
+    slot_E = torch.full((logits_TE.shape[1],), -1, dtype=torch.int32)
+    slot_E[list(edge.resident)] = 7
+    bias_E = None if edge.bias is None else torch.tensor(edge.bias)
+    for policy in (MarginSwap(margin=edge.margin, ranks=edge.ranks), Exact()):
+        if route_cuda.cuda_reason(policy, edge.rule, logits_TE.shape[1], torch.device(device)) is not None:
+            continue
+        routed = route_fused.route_fused(
+            policy, logits_TE.to(device), slot_E.to(device), rule=edge.rule,
+            bias_E=None if bias_E is None else bias_E.to(device), form="cuda",
+        )  # fmt: skip
+        routed = replace(routed, **{n: getattr(routed, n).cpu() for n in (*COMPARED, "weights_TK")})
+        same(
+            f"CUDA C++ {type(policy).__name__}",
+            routed,
+            policy.route(logits_TE, slot_E, rule=edge.rule, bias_E=bias_E),
+        )
 
 
 def same(name: str, routed: Routed, expected: Routed) -> None:
@@ -259,6 +280,8 @@ def run(device: str) -> list[str]:
     failures = []
     edges = EDGES if device == "cpu" else quick_edges()
     checks = [(edge.why, lambda edge=edge: check_edge(edge, device)) for edge in edges]
+    if device != "cpu":  # every shape: this form compiles fast
+        checks += [(edge.why, lambda edge=edge: check_cuda(edge, device)) for edge in EDGES]
     checks += [
         (str(check.__doc__), lambda check=check: check(device)) for check in (check_padding, check_alone)
     ]

@@ -13,6 +13,10 @@ from warmset.measure.trace import Trace
 from warmset.routing import MarginSwap, RouterRule
 
 RULE = RouterRule(top_k=10)
+FIGURES = (
+    ("exact", 2.25), ("fused", 2.5), ("warp", 3.5), ("serial", 99.5),
+    ("triton", 2.5), ("triton_exact", 2.25), ("cuda", 2.4), ("cuda_exact", 2.15),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("num_cold", kernels.COLD)
@@ -51,17 +55,22 @@ def results() -> dict[str, float]:
         for num_cold in kernels.COLD:
             case = f"t{num_rows}_cold{num_cold}"
             found[f"tail_cold_a_row_{case}"] = found[f"swaps_a_row_{case}"] = num_cold
-            for form, us in (("exact", 2.25), ("fused", 2.5), ("warp", 3.5), ("serial", 99.5)):
+            for form, us in FIGURES:
                 found |= {f"{form}_{case}_us{end}": us for end in ("", "_low", "_high")}
     return found
 
 
 def test_tables():
     lines = table(results())
-    assert len(lines) == 3 + len(kernels.ROWS) * len(kernels.COLD)
-    assert all(figure in lines[-1] for figure in ("1.00", "2.25", "2.50", "0.25", "3.50", "99.50", "18.00"))
+    sweep = 3 + len(kernels.ROWS) * len(kernels.COLD)
+    assert len(lines) == sweep + 2 * len(kernels.COLD)
+    assert lines[-1] == "t8_cold4, route_fused in cuda: 2.40, the swap compiled out 2.15"
+    assert all(
+        figure in lines[sweep - 1] for figure in ("1.00", "2.25", "2.50", "0.25", "3.50", "99.50", "18.00")
+    )
     text = "\n".join(markdown(results()))
     assert "`swap_warp`, us (reference document: 6.9) | 3.50 |" in text
+    assert "| in CUDA C++, swap compiled out | 2.15 |" in text
     assert "20000 cases, 0 mismatches" in text
     assert len(table({"parity_cases": 9, "parity_mismatches": 2, "parity_sec": 1.0})) == 1
 

@@ -194,13 +194,13 @@ def has_norm(rule: RouterRule) -> bool:
 
 
 def empty_routed(num_rows: int, top_k: int, device: torch.device) -> Routed:
-    """Memory for a kernel to write into."""
+    """Memory for a kernel to write all of: a fill here would be a launch of its own in every captured graph."""
     return Routed(
         ids_TK=torch.empty(num_rows, top_k, dtype=torch.int32, device=device),
         weights_TK=torch.empty(num_rows, top_k, dtype=torch.float32, device=device),
         own_ids_TK=torch.empty(num_rows, top_k, dtype=torch.int32, device=device),
         counters_T5=torch.empty(num_rows, 5, dtype=torch.int64, device=device),
-        error_T=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        error_T=torch.empty(num_rows, dtype=torch.int32, device=device),
     )
 
 
@@ -233,6 +233,7 @@ def launch_swap(
             routed.ids_TK,
             routed.weights_TK,
             routed.counters_T5,
+            routed.error_T,
             layer,
             **rule_constants(rule, num_experts, None),
             **FP_OPTIONS,

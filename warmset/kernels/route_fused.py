@@ -13,7 +13,7 @@ error_T int32 [T]; norm_T2 float32 [T, 2]; range_T float32 [T]; scores_TE float3
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -49,6 +49,10 @@ from .common import (
     store_row,
 )
 from .packed import expert_of, is_minus_inf, next_below, own_pick, pack, same_bits
+from .route_cuda import cuda_reason, launch_cuda
+
+FORM: Literal["triton", "cuda"] = "triton"
+"""What `route_fused` runs where both forms know the router; both give the same bits."""
 
 EXACT = tl.constexpr(0)
 MARGIN = tl.constexpr(1)
@@ -357,8 +361,22 @@ def route_fused(
     bias_E: Tensor | None = None,
     context: RouteContext | None = None,
     handed: Handed | None = None,
+    form: Literal["triton", "cuda"] | None = None,
 ) -> Routed:
-    """`policy.route` in one launch, for the policies in FUSED_POLICIES; logits_TE float32 or bf16, contiguous."""
+    """`policy.route` in one launch, for the policies in FUSED_POLICIES; logits_TE float32 or bf16, contiguous.
+
+    form: None is FORM. "cuda" routes in Triton too where `route_cuda.cuda_reason` gives a reason.
+    """
+    if (form or FORM) == "cuda":
+        num_experts, device = logits_TE.shape[1], logits_TE.device
+        if cuda_reason(policy, rule, num_experts, device, with_scores=handed is not None) is None:
+            context = context or RouteContext()
+            table = None
+            if isinstance(policy, MarginSwap):
+                table = context.table
+                if table is None:
+                    table = policy.table(rule, num_layers=context.layer + 1, device=device)
+            return launch_cuda(logits_TE, slot_E, rule, bias_E, table, context.layer)
     kind = FUSED_POLICIES[type(policy)]
     return launch_fused(kind.value, policy, logits_TE, slot_E, rule, bias_E, context, handed)
 

@@ -28,6 +28,7 @@ def swap_serial_kernel(
     ids_ptr,
     weights_ptr,
     counter_ptr,
+    error_ptr,
     layer,
     SCALE: tl.constexpr,
     E: tl.constexpr,
@@ -79,6 +80,7 @@ def swap_serial_kernel(
         weights = mix(logit_ptr, ids, lane, peak, total, SCALE, E, K, SIGMOID, RENORM)
     tl.store(ids_ptr + at, ids, mask=lane < K)
     tl.store(weights_ptr + at, weights, mask=lane < K)
+    tl.store(error_ptr + row, 0)
     store_row(counter_ptr, row, lane, tail_cold, swaps, cold_before, cold_before - swaps)
 
 

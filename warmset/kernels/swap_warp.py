@@ -6,7 +6,7 @@ are now, has the greatest score, and of these the smallest index, if it is at mo
 scores_TE float32 or bf16 [T, E]: selection scores; logits_TE the same [T, E]: what weights are made of; slot_E
 int32 [E]; margin_L float32, lo_L, hi_L int32 [L]; ids_in_TK int32, repeats and padding (-1 or E) allowed,
 weights_in_TK float32 [T, K]; norm_T2 float32 [T, 2] from the router. Out: ids_TK int32, weights_TK float32
-[T, K]; counters_T5 int64 [T, 5].
+[T, K]; counters_T5 int64 [T, 5]; error_T int32 [T], 0: the router marks errors.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def swap_warp_kernel(
     ids_ptr,
     weights_ptr,
     counter_ptr,
+    error_ptr,
     layer,
     SCALE: tl.constexpr,
     E: tl.constexpr,
@@ -87,6 +88,7 @@ def swap_warp_kernel(
         weights = mix(logit_ptr, ids, lane, peak, total, SCALE, E, K, SIGMOID, RENORM)
     tl.store(ids_ptr + at, ids, mask=lane < K)
     tl.store(weights_ptr + at, weights, mask=lane < K)
+    tl.store(error_ptr + row, 0)
     cold_before = tl.sum(cold, 0)
     store_row(counter_ptr, row, lane, tl.sum(in_tail, 0), swaps, cold_before, cold_before - swaps)
 
@@ -103,7 +105,7 @@ def swap_warp(
     layer: int = 0,
     norm_T2: Tensor | None = None,
 ) -> Routed:
-    """The margin swap of ids_TK, one warp a row. own_ids_TK is ids_TK; error_T is 0: the router marks errors."""
+    """The margin swap of ids_TK, one warp a row. own_ids_TK is ids_TK, error_T is 0."""
     return launch_swap(
         swap_warp_kernel, scores_TE, logits_TE, slot_E, ids_TK, weights_TK, rule, table, layer, norm_T2
     )

@@ -31,6 +31,8 @@ MARGIN = 1.0
 ROWS = (1, 4, 8)
 COLD = (0, 1, 2, 3, 4)
 NUM_LAYERS = 192
+FUSED = ("triton", "triton_exact", "cuda", "cuda_exact")
+"""Both forms of `route_fused`, each with the swap and with the swap compiled out."""
 SAMPLES, WARMUP = 15, 3
 
 
@@ -52,10 +54,13 @@ def run_bench(
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise WarmsetError(f"the kernel bench needs a CUDA device. Got {device}.")
+    from warmset.kernels.route_fused import FORM
+
     report = parity.run(parity_cases, seed, device)
     results: dict[str, Any] = {
         "parity_cases": report.cases,
         "parity_rows": report.rows,
+        "parity_cuda_rows": report.cuda_rows,
         "parity_swaps": report.swaps,
         "parity_mismatches": sum(report.mismatches.values()),
         "parity_sec": round(report.seconds, 1),
@@ -63,6 +68,7 @@ def run_bench(
     config = {
         "experts": NUM_EXPERTS, "top_k": TOP_K, "ranks": list(RANKS), "margin": MARGIN, "layers": NUM_LAYERS,
         "samples": SAMPLES, "seed": seed, "dtype": "float32", "resident": "1/3",
+        "route_fused": FORM,
         "trace": None if trace is None else _loaded(trace).fingerprint,
     }  # fmt: skip
     if not report.ok:
@@ -101,7 +107,7 @@ def _speeds(device: torch.device, seed: int) -> dict[str, Any]:
             results.update(_time_forms(layers, rule, case, MARGIN))
             if num_rows == 8 and num_cold == 2:
                 bf16 = made.to(device, torch.bfloat16)
-                results.update(_time_forms(bf16, rule, f"bf16_{case}", MARGIN, forms=("exact", "fused")))
+                results.update(_time_forms(bf16, rule, f"bf16_{case}", MARGIN, forms=FUSED))
         others = {"empty": empty_work(num_rows, device), "torch": torch_work(layers, TOP_K)}
         for name, timing in measure(others, NUM_LAYERS).items():
             _keep(results, f"{name}_t{num_rows}", timing)
@@ -125,17 +131,29 @@ def _time_forms(
     rule: RouterRule,
     case: str,
     margin: float,
-    forms: tuple[str, ...] = ("exact", "fused", "warp", "serial"),
+    forms: tuple[str, ...] = (*FUSED, "warp", "serial"),
 ) -> dict[str, Any]:
-    """Every form on one input, and the cold tail picks and swaps a row that really came up."""
+    """Every form on one input, and the cold tail picks and swaps a row that really came up.
+
+    "fused" and "exact" are those of the form that `route_fused` runs by itself.
+    """
+    from warmset.kernels.route_cuda import cuda_reason
+    from warmset.kernels.route_fused import FORM
+
     results: dict[str, Any] = {}
+    why_not = cuda_reason(MarginSwap(), rule, layers.logits_LTE.shape[2], layers.logits_LTE.device)
+    can_cuda = why_not is None
+    forms = tuple(form for form in forms if can_cuda or not form.startswith("cuda"))
     num_layers, num_rows = layers.logits_LTE.shape[:2]
     policy = MarginSwap(margin=margin, ranks=RANKS if rule.top_k == TOP_K else None)
     made = {form: form_work(form, layers, rule, policy) for form in forms}
     works = {form: work for form, (work, _) in made.items()}
+    own = "cuda" if can_cuda and FORM == "cuda" else "triton"
     for form, timing in measure(works, num_layers).items():
         _keep(results, f"{form}_{case}", timing)
-    counted = torch.stack([counters_T5.sum(dim=0) for counters_T5 in made["fused"][1]]).sum(dim=0)
+        if form.partition("_")[0] == own:
+            _keep(results, f"{'exact' if form.endswith('exact') else 'fused'}_{case}", timing)
+    counted = torch.stack([counters_T5.sum(dim=0) for counters_T5 in made[own][1]]).sum(dim=0)
     tail_cold, swaps, *_ = (counted.double() / (num_layers * num_rows)).tolist()
     results[f"tail_cold_a_row_{case}"] = round(tail_cold, 3)
     results[f"swaps_a_row_{case}"] = round(swaps, 3)
@@ -147,22 +165,28 @@ def form_work(
 ) -> tuple[Callable[[], object], list[Tensor]]:
     """(what to capture, the counters it fills): one launch a layer.
 
-    fused: everything in one launch; exact: the same kernel, the swap compiled out; warp, serial: the swap alone,
-    after a router that ran before.
+    triton, cuda: everything in one launch; with _exact: the same kernel, the swap compiled out; warp, serial: the
+    swap alone, after a router that ran before.
     """
-    from warmset.kernels import route_fused as fused
+    from warmset.kernels import route_fused
 
     device = layers.logits_LTE.device
     num_layers = layers.logits_LTE.shape[0]
     table = policy.table(rule, num_layers=num_layers, device=device)
     counters: list[Tensor] = []
-    if form in ("fused", "exact"):
-        chosen = policy if form == "fused" else Exact()
+    if form in FUSED:
+        chosen: Any = Exact() if form.endswith("_exact") else policy
+        written_in: Any = form.partition("_")[0]
 
         def routed() -> object:
             made = [
-                dispatch.route(
-                    chosen, logits_TE, slot_E, rule=rule, context=RouteContext(layer=layer, table=table)
+                route_fused.route_fused(
+                    chosen,
+                    logits_TE,
+                    slot_E,
+                    rule=rule,
+                    context=RouteContext(layer=layer, table=table),
+                    form=written_in,
                 )
                 for layer, (logits_TE, slot_E) in enumerate(
                     zip(layers.logits_LTE, layers.slot_LE, strict=True)
@@ -174,8 +198,8 @@ def form_work(
         return routed, counters
     before = []
     for logits_TE, slot_E in zip(layers.logits_LTE, layers.slot_LE, strict=True):
-        handed = fused.Handed()
-        own = fused.route_fused(Exact(), logits_TE, slot_E, rule=rule, handed=handed)
+        handed = route_fused.Handed()
+        own = route_fused.route_fused(Exact(), logits_TE, slot_E, rule=rule, handed=handed)
         before.append((own, handed, logits_TE, slot_E))
 
     def swapped() -> object:
@@ -263,7 +287,18 @@ def main() -> None:
     parser.add_argument("--record", required=True, help="where the record goes")
     parser.add_argument("--trace", help="a routing trace to time as well")
     parser.add_argument("--cases", type=int, default=20_000, help="parity cases")
+    parser.add_argument(
+        "--form", choices=("triton", "cuda"), help="what route_fused runs; default: the package's"
+    )
+    parser.add_argument(
+        "--without-cuda", action="store_true", help="leave the form in CUDA C++ out, of parity too"
+    )
     given = parser.parse_args()
+    from warmset.kernels import route_cuda, route_fused
+
+    if given.without_cuda:
+        route_cuda.is_installed = lambda: False  # type: ignore[assignment]
+    route_fused.FORM = given.form or route_fused.FORM
     from warmset.measure.kernels_table import markdown, table
 
     record = record_bench(given.record, trace=given.trace, parity_cases=given.cases)

@@ -14,7 +14,7 @@ def table(results: dict[str, Any]) -> list[str]:
     """The record's figures as lines for a terminal."""
     lines = [
         f"parity: {results['parity_cases']} cases, {results['parity_mismatches']} mismatches, "
-        f"{results['parity_sec']} s",
+        f"{results['parity_sec']} s; rows in CUDA C++ too: {results.get('parity_cuda_rows', 0)}",
     ]
     if "empty_us" not in results:
         return lines
@@ -32,6 +32,13 @@ def table(results: dict[str, Any]) -> list[str]:
                 results[f"torch_t{num_rows}_us"],
             )  # fmt: skip
             lines.append(f"{num_rows:>9}" + "".join(f"{figure:>9.2f}" for figure in figures))
+    for case in (*(f"t8_cold{num_cold}" for num_cold in COLD), "bf16_t8_cold2", "trace_t8"):
+        for form in ("triton", "cuda"):
+            if f"{form}_{case}_us" in results:
+                lines.append(
+                    f"{case}, route_fused in {form}: {results[f'{form}_{case}_us']:.2f}, the swap compiled out "
+                    f"{results[f'{form}_exact_{case}_us']:.2f}"
+                )
     for case in ("bf16_t8_cold2", "trace_t8"):
         if f"fused_{case}_us" in results:
             lines.append(
@@ -52,6 +59,15 @@ def markdown(results: dict[str, Any]) -> list[str]:
         ("swaps a row", "swaps_a_row_{}", ""),
         ("`route_fused`, us", "fused_{}_us", ""),
         ("the same, swap compiled out", "exact_{}_us", ""),
+        *(
+            row
+            for form, name in (("triton", "Triton"), ("cuda", "CUDA C++"))
+            for row in (
+                (f"in {name}, us", form + "_{}_us", ""),
+                (f"in {name}, swap compiled out", form + "_exact_{}_us", ""),
+            )
+            if f"{form}_t8_cold0_us" in results
+        ),
         ("`swap_warp`, us", "warp_{}_us", f" (reference document: {REFERENCE_US['warp']})"),
         ("`swap_serial`, us", "serial_{}_us", f" (reference document: {REFERENCE_US['serial']:.0f})"),
     )

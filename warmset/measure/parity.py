@@ -35,12 +35,16 @@ SCORE_ATOL = 1e-6
 
 @dataclass(kw_only=True)
 class ParityReport:
-    """What a run found. mismatches: rows that differ, by kind. first: the first failing case as a small input."""
+    """What a run found. mismatches: rows that differ, by kind. first: the first failing case as a small input.
+
+    cuda_rows: rows that the CUDA C++ form of `route_fused` routed as well: on a GPU, where cuda-core is installed.
+    """
 
     device: str
     seed: int
     cases: int = 0
     rows: int = 0
+    cuda_rows: int = 0
     swaps: int = 0
     error_rows: int = 0
     seconds: float = 0.0
@@ -61,6 +65,8 @@ class ParityReport:
             f"{self.cases} cases, {self.rows} rows on {self.device} in {self.seconds:.1f} s: {self.swaps} swaps, "
             f"{self.error_rows} rows in error, {sum(self.mismatches.values())} mismatches"
         ]
+        if self.cuda_rows:
+            found.append(f"{self.cuda_rows} of the rows in CUDA C++ too")
         found += [f"  {kind}: {rows} rows" for kind, rows in sorted(self.mismatches.items())]
         if self.first is not None:
             found += ["first failing case:", self.first]
@@ -119,6 +125,8 @@ def run_here(
 
 def kernel_forms() -> SimpleNamespace:
     """The package's launchers. Imports Triton."""
+    from functools import partial
+
     from warmset.kernels.route_fused import Handed, route_fused
     from warmset.kernels.swap_serial import swap_serial
     from warmset.kernels.swap_warp import swap_warp
@@ -127,8 +135,9 @@ def kernel_forms() -> SimpleNamespace:
     return SimpleNamespace(
         swap_serial=swap_serial,
         swap_warp=swap_warp,
-        route_fused=route_fused,
-        router=route_fused,
+        route_fused=partial(route_fused, form="triton"),
+        route_cuda=partial(route_fused, form="cuda"),
+        router=partial(route_fused, form="triton"),
         window_joint=window_joint,
         Handed=Handed,
     )
@@ -176,6 +185,8 @@ def _check_routed(
     batch: Batch, on_device: Batch, forms: Any, wrong: dict, report: ParityReport | None
 ) -> None:
     """Ids from the router: all three forms, the reference from the same scores, and the other fused policies."""
+    from warmset.kernels.route_cuda import cuda_reason
+
     device = on_device.slot_E.device
     rule, bias_E = batch.rule, on_device.bias_E
     logits_TE, slot_E, table = on_device.logits_TE, on_device.slot_E, on_device.table(device)
@@ -197,6 +208,14 @@ def _check_routed(
         forms.route_fused(MARGIN_SWAP, logits_TE, slot_E, rule=rule, bias_E=bias_E, context=context)
     )
     _compare("route_fused", fused, expected, wrong)
+    if cuda_reason(MARGIN_SWAP, rule, logits_TE.shape[1], device) is None:
+        for policy, wanted, bits in ((Exact(), own, own), (MARGIN_SWAP, expected, fused)):
+            routed = forms.route_cuda(policy, logits_TE, slot_E, rule=rule, bias_E=bias_E, context=context)
+            name = f"route_cuda {type(policy).__name__}"
+            _compare(name, _to_cpu(routed), _to_cpu(wanted), wrong)
+            _compare_bits(name, _to_cpu(routed), _to_cpu(bits), wrong)
+        if report is not None:
+            report.cuda_rows += logits_TE.shape[0]
     for name in ("swap_serial", "swap_warp"):
         swapped = getattr(forms, name)(
             handed.scores_TE, logits_TE, slot_E, own.ids_TK, own.weights_TK, rule=rule, table=table,
