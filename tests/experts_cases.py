@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from disk_files import write_experts
 
 from warmset import device_experts, store
 from warmset.checkpoint import ExpertLayout, Segment
 from warmset.device_experts import DeviceExperts
-from warmset.slots import AddressTable, Slots
+from warmset.slots import AddressTable, Move, Slots
 from warmset.stages import StageClock
-from warmset.store import ArenaStore, CudaPin
+from warmset.store import ArenaStore, CudaPin, FileStore, Store
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -90,17 +93,24 @@ class World:
             num_experts=experts,
             device=device,
         )
-        self.slots.storage_SB.view(dtype).fill_(NAN)
+        self.forget_slots()
         self.slots.fill(resident, self.arena)
         self.slots.check_integrity()
         self.slots.check_contents(self.arena)
-        self.table = AddressTable(self.slots, self.arena)
-        self.table.check_integrity()
-        clock = StageClock(device, enabled=False)
-        self.run_on = DeviceExperts(self.slots, self.arena, self.table, activation, clock)
-        if device.type == "cpu":  # few programs: the interpreter runs them one by one
-            self.use(cold_programs=2)
+        self.use_store(self.arena)
         self.arena.bytes_read = 0
+
+    def use_store(self, store: Store) -> None:
+        self.store = store
+        self.table = AddressTable(self.slots, store)
+        clock = StageClock(self.device, enabled=False)
+        self.run_on = DeviceExperts(self.slots, store, self.table, self.activation, clock)
+        if self.device.type == "cpu":  # few programs: the interpreter runs them one by one
+            self.use(cold_programs=2)
+
+    def forget_slots(self) -> None:
+        for slab in self.slots.slabs:
+            slab.view(self.layout.dtype).fill_(NAN)
 
     def use(self, **changes) -> None:
         self.run_on.tiles = dataclasses.replace(self.run_on.tiles, **changes)
@@ -231,6 +241,19 @@ def padding_and_no_rows(device: torch.device) -> None:
     assert world.run_on.take_counts()[0] > 0 and world.run_on.take_counts() == (0, 0)
 
 
+def figures_are_asked_for_outside_of_inference(device: torch.device) -> None:
+    """Windows run under inference mode, their figures are taken and set to zero where there is none: twice."""
+    world = World(device=device)
+    rows = world.input(2, 2)
+    for _ in range(2):
+        with torch.inference_mode():
+            world.run(*rows)
+        distinct = len({*rows[1].flatten().tolist()})
+        with torch.inference_mode(False):
+            assert world.run_on.take_counts() == (distinct, distinct) and world.run_on.take_counts() == (0, 0)
+            world.run_on.reset()
+
+
 def shared_picks_are_read_once(device: torch.device) -> None:
     """C13: four rows all on {3, 9}, cold: two experts are read, and counted."""
     world = World(device=device)
@@ -269,7 +292,7 @@ def tables_are_followed(device: torch.device) -> None:
         out_TH = torch.empty_like(rows[0])
     replay()
     before = out_TH.clone().cpu()
-    world.slots.storage_SB.view(world.layout.dtype).fill_(NAN)
+    world.forget_slots()
     world.slots.fill([(1, expert) for expert in range(15, 8, -1)], world.arena)
     world.table.rewrite()
     replay()
@@ -290,9 +313,9 @@ def a_prompt(device: torch.device) -> None:
             world = World(device=device, dtype=dtype, resident=some(2, 16, count), pin_bytes=pin, hidden=72)
             world.generator.manual_seed(5)
             rows = world.input(70, 4, padding=0.05)
-            held = world.slots.storage_SB.clone()
+            held = [slab.clone() for slab in world.slots.slabs]
             seen.append(world.check(*rows))
-            assert torch.equal(world.slots.storage_SB, held)
+            assert all(map(torch.equal, world.slots.slabs, held))
             picked = {expert for expert in rows[1].flatten().tolist() if 0 <= expert < 16}
             cold = [expert for expert in picked if world.slots.slot_of(1, expert) < 0]
             assert world.arena.bytes_read == len(cold) * world.layout.payload_bytes
@@ -305,7 +328,52 @@ def every_tiling(device: torch.device) -> None:
     for tiles in TILES.values():
         world = World(device=device, resident=some(2, 16, 10), hidden=264, width=40)
         world.run_on.tiles = dataclasses.replace(tiles, cold_programs=3)
-        world.check(*world.input(2, 3))
+        for rows in (1, 2):
+            world.check(*world.input(rows, 3, padding=0.2))
+
+
+def on_disk(arena: ArenaStore, folder: str) -> FileStore:
+    """The arena's experts as a file."""
+    experts_LE = [
+        [arena.layout.views(arena.view(layer, expert)) for expert in range(arena.num_experts)]
+        for layer in range(arena.num_layers)
+    ]
+    return FileStore(write_experts(Path(folder) / "experts", experts_LE, arena.layout), "direct")
+
+
+def from_files(device: torch.device) -> None:
+    """C11: experts on disk, a host step between router and experts: the bits of experts in pinned memory."""
+    for rows, residents in ((3, 9), (3, 0), (70, 13), (2, 32)):
+        world = World(device=device, resident=some(2, 16, residents))
+        window = world.input(rows, 4, padding=0.1)
+        expected = world.check(*window)
+        with tempfile.TemporaryDirectory() as folder:
+            world.use_store(on_disk(world.arena, folder))
+            assert torch.equal(world.check(*window), expected)
+            world.store.close()
+
+
+def another_size(device: torch.device) -> None:
+    """C50: slots shrunk and grown, experts moved in, in memory and from disk: the same bits without a new runner."""
+    with tempfile.TemporaryDirectory() as folder:
+        for files in (False, True):
+            world = World(device=device, resident=some(2, 16, 32))
+            window = world.input(3, 4)
+            expected = world.check(*window)
+            if files:
+                world.use_store(on_disk(world.arena, folder))
+            for size in (20, 3, 0, 5, 17):
+                world.slots.resize(size, world.store)
+                assert torch.equal(world.check(*window), expected), size
+                cold = [tuple(pair) for pair in (world.slots.table_LE < 0).nonzero().tolist()]
+                free = [slot for slot, owner in enumerate(world.slots.owner) if owner is None]
+                moves = [Move(slot, *pair) for slot, pair in zip(free, reversed(cold), strict=False)]
+                world.slots.start(moves, world.store)
+                assert torch.equal(world.check(*window), expected), "a window beside the copies"
+                assert world.slots.finish() == moves
+                assert torch.equal(world.check(*window), expected)
+                world.slots.check_contents(world.store)
+            world.store.close()
 
 
 def probe(device: torch.device) -> None:
@@ -355,8 +423,8 @@ def long_fuzz(device: torch.device) -> None:
 
 QUICK = (
     odd_sizes, every_dtype_and_activation, any_residency, a_row_alone_and_among_others, many_rows,
-    padding_and_no_rows, shared_picks_are_read_once, fewer_slots_than_a_window_needs, tables_are_followed, a_prompt,
-    probe, fuzz,
+    padding_and_no_rows, figures_are_asked_for_outside_of_inference, shared_picks_are_read_once,
+    fewer_slots_than_a_window_needs, tables_are_followed, a_prompt, from_files, another_size, probe, fuzz,
 )  # fmt: skip
 SLOW = (every_tiling, long_fuzz)
 CASES = {case.__name__: case for case in (*QUICK, *SLOW)}

@@ -27,7 +27,16 @@ import warmset.kernels
 from warmset.measure import parity
 from warmset.measure.interpreter import quicken_interpreter
 
-FILES = ("__init__", "common", "packed", "route_cuda", "route_fused", "swap_serial", "swap_warp", "window_joint")
+FILES = (
+    "__init__",
+    "common",
+    "packed",
+    "route_cuda",
+    "route_fused",
+    "swap_serial",
+    "swap_warp",
+    "window_joint",
+)
 FORMS = {"serial": "swap_serial", "warp": "swap_warp", "fused": "route_fused"}
 
 NAN_ON_TOP = ("common", 'tl.maximum(x, float("-inf"))', "tl.where(x != x, FLOAT_MAX, x)")

@@ -59,20 +59,20 @@ POINTERS = dict(
 )
 
 
-def build(kernel, capability, dtype, y, warps, stages, **constants):
+def build(kernel, capability, dtype, y, warps, stages, pdl=False, **constants):
     signature = {n: "constexpr" if n in constants else POINTERS[n].format(t=dtype, y=y) for n in kernel.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, fixed, attrs)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
+    return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages, launch_pdl=pdl))
 
 
-def window_kernels(tiles, capability, dtype, rows=16):
+def window_kernels(tiles, capability, dtype, rows=16, pdl=False):
     sizes = dict(E=512, K=10, H=2048, I=512, ROWS=rows, K_PAD=16, EARLY=tiles.early and capability >= 90)
-    yield build(window.gate_up_kernel, capability, dtype, "fp32", tiles.gate_warps, tiles.gate_stages,
+    yield build(window.gate_up_kernel, capability, dtype, "fp32", tiles.gate_warps, tiles.gate_stages, pdl,
                 ACTIVATION=0, BLOCK_I=tiles.block_i, BLOCK_K=tiles.gate_k, **sizes)
-    yield build(window.down_sum_kernel, capability, dtype, "fp32", tiles.down_warps, tiles.down_stages,
+    yield build(window.down_sum_kernel, capability, dtype, "fp32", tiles.down_warps, tiles.down_stages, pdl,
                 DOWN_OFFSET=2 * 512 * 2048, BLOCK_H=tiles.block_h, BLOCK_K=tiles.down_k, **sizes)
 
 
@@ -86,6 +86,11 @@ for capability in map(int, sys.argv[1:]):
             assert built.metadata.shared <= 99 << 10, (capability, tiles.name, built.metadata.shared)
     if capability == 90:
         list(window_kernels(window.DEFAULT_TILES, 90, "fp16"))
+        early = window.TILES["wide-early"]
+        resident, cold = (list(window_kernels(early, 90, "bf16", pdl=pdl)) for pdl in (True, False))
+        for begun, later in zip(resident, cold):
+            assert begun.asm["ptx"] == later.asm["ptx"], "a resident launch and a cold one are not the same code"
+        assert "griddepcontrol.launch" in resident[0].asm["ptx"] and "griddepcontrol.wait" in resident[1].asm["ptx"]
     sizes = dict(M=64, N=64, BLOCK_K=64)
     build(prompt.gate_up_many_kernel, capability, "bf16", "bf16", 4, 3, K=10, H=2048, I=512, ACTIVATION=0, **sizes)
     build(prompt.down_many_kernel, capability, "bf16", "bf16", 4, 3, H=2048, I=512, DOWN_OFFSET=1 << 21, **sizes)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import experts_cases
 import pytest
 import torch
 from conftest import FAMILIES
+from experts_cases import NAN
 
-from warmset import device_experts, store
+from warmset import device_experts, memory, store
 from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
 from warmset.engine import TokenEngine
 from warmset.errors import WarmsetError
+from warmset.slots import Move
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +57,49 @@ def test_bits_at_the_size_of_a_real_model():
         world.arena.close()
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_kernels_that_start_early_wait_for_what_they_need(rows):
+    """Layers in a row, some picks cold, under a graph, with and without other kernels between: same bits."""
+    from warmset.kernels.experts import TILES
+
+    device, layers = torch.device("cuda:0"), 6
+    resident = [(layer, expert) for layer in range(layers) for expert in range(14)]
+    world = experts_cases.World(
+        device=device, experts=16, layers=layers, hidden=2048, width=512, dtype=torch.bfloat16,
+        resident=resident,
+    )  # fmt: skip
+    x_TH, _, weights_TK = (tensor.to(device) for tensor in world.input(rows, 6))
+    ids = [world.input(rows, 6)[1].to(device) for _ in range(layers)]
+
+    def window() -> torch.Tensor:
+        out_TH = x_TH
+        for layer in range(layers):
+            out_TH = x_TH + world.run_on.run(layer, out_TH, ids[layer], weights_TK)
+        return out_TH
+
+    def alone() -> list[torch.Tensor]:  # no other kernel between two layers
+        return [world.run_on.run(layer, x_TH, ids[layer], weights_TK) for layer in range(layers)]
+
+    for tiles in [tiles for tiles in TILES.values() if tiles.early]:
+        world.run_on.tiles = dataclasses.replace(tiles, early=False)
+        expected = [window(), *alone()]
+        world.run_on.tiles = tiles
+        assert all(map(torch.equal, [window(), *alone()], expected)), tiles.name
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [*alone(), window()]
+        for _ in range(20):
+            for space in world.run_on._spaces.values():
+                space.h_PI.fill_(NAN)
+                space.y_PH.fill_(NAN)
+            graph.replay()
+            assert all(map(torch.equal, got, [*expected[1:], expected[0]])), tiles.name
+    world.arena.close()
+
+
 def open_on_gpu(folder, slots: str, **settings) -> TokenEngine:
+    """Experts stay where they are, so that a test can say what is resident, unless it asks for admission."""
+    settings = {"admission": "off", **settings}
     return TokenEngine(
         EngineConfig(model=str(folder), slots=SlotsRequest(text=slots), device="cuda", **settings)
     )
@@ -67,12 +113,31 @@ def tokens_of(engine: TokenEngine, ids: list[int], count: int = 12) -> list[int]
 def test_generate_runs_the_kernels_and_a_long_prompt_leaves_the_slots_alone(checkpoints, family):
     engine = open_on_gpu(checkpoints[family], "33%", dtype="bfloat16")
     assert engine.runner.device_experts is not None and engine.store.readable
-    held = engine.slots.storage_SB.clone()
+    held = [slab.clone() for slab in engine.slots.slabs]
     prompt = [(7 * index) % 8000 for index in range(200)]
     few = tokens_of(engine, prompt)
-    assert torch.equal(engine.slots.storage_SB, held)
+    assert all(map(torch.equal, engine.slots.slabs, held))
     assert engine.stats()["bytes_slow"] > 0
     assert few == tokens_of(open_on_gpu(checkpoints[family], "all", dtype="bfloat16"), prompt)
+
+
+def test_experts_on_disk_give_the_tokens_of_the_arena(checkpoints, prompt_ids, monkeypatch):
+    """C11: two segments a layer, a host step between; slots from none to some, moved and resized as it goes."""
+    expected = tokens_of(open_on_gpu(checkpoints["qwen3_next"], "33%", dtype="bfloat16"), prompt_ids)
+    monkeypatch.setattr(memory, "cgroup_left_bytes", lambda: 1)
+    for slots in ("0", "33%"):
+        engine = open_on_gpu(checkpoints["qwen3_next"], slots, dtype="bfloat16", check_slots=True)
+        assert isinstance(engine.store, store.FileStore) and engine.runner.device_experts is not None
+        assert any("host step" in note for note in engine.notes)
+        assert tokens_of(engine, prompt_ids) == expected
+        engine.slots.resize(9, engine.store)
+        cold = (engine.slots.table_LE < 0).nonzero().tolist()[:9]
+        engine.slots.start([Move(slot, *pair) for slot, pair in enumerate(cold)], engine.store)
+        assert tokens_of(engine, prompt_ids) == expected, "while copies run"
+        assert len(engine.slots.finish()) == 9
+        engine.slots.check_integrity()
+        assert tokens_of(engine, prompt_ids) == expected
+        engine.close()
 
 
 def test_pinning_refused_after_some_bytes_gives_the_same_tokens_and_one_message(

@@ -5,9 +5,10 @@
     prompt   more rows: picks sorted by expert. Residents run from their slots; cold experts are copied in groups
              into two buffers, one filling while the other is computed on. Slots are not touched.
 
-A cold expert that no kernel can read (its memory is not pinned) is copied to the device first, in a window too;
-that needs the picks on the host. Knows no router, no policy and no model. On the CPU, where only tests run it,
-there are no streams and the kernels run in Triton's interpreter.
+A cold expert that no kernel can read (its memory is not pinned, or it lies on disk) is brought to the device first,
+in a window too: the picks come to the host between router and experts, and `landing` reads and copies while the
+residents run. The kernels are the same, and so are the bits. Knows no router, no policy and no model. On the CPU,
+where only tests run it, there are no streams and the kernels run in Triton's interpreter.
 
     x_TH [T, H] compute dtype, ids_TK [T, K] int32 (-1 or E is padding), weights_TK [T, K] float
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from warmset import memory
 from warmset.checkpoint import ExpertLayout
 from warmset.errors import WarmsetError
+from warmset.landing import Landing
 from warmset.slots import AddressTable, Slots
 from warmset.stages import StageClock
-from warmset.store import ArenaStore, CudaPin, FileStore, aligned_bytes
+from warmset.store import ArenaStore, CudaPin, FileStore, Store, aligned_bytes
 
 MIN_CAPABILITY = (8, 0)
 WINDOW_ROWS = 8
@@ -71,7 +72,7 @@ class DeviceExperts:
     def __init__(
         self,
         slots: Slots,
-        store: ArenaStore,
+        store: Store,
         table: AddressTable,
         activation: str,
         clock: StageClock,
@@ -79,7 +80,8 @@ class DeviceExperts:
     ) -> None:
         from warmset.kernels import experts as kernels
 
-        assert slots.layout == store.layout, "the arena must hold the compute dtype"
+        in_memory = isinstance(store, ArenaStore)
+        assert not in_memory or slots.layout == store.layout, "the arena must hold the compute dtype"
         self._kernels = kernels
         self._slots = slots
         self._store = store
@@ -89,8 +91,7 @@ class DeviceExperts:
         self.tiles = tiles or kernels.DEFAULT_TILES
         self._spaces: dict[int, Any] = {}
         self._buffers_BN: torch.Tensor | None = None
-        # Where every expert has a slot and lies in it, nothing ever leaves, and no cold launch is needed.
-        self._all_resident = bool((slots.table_LE >= 0).all())
+        self._landing = Landing(store, slots.layout, slots.device)
         self._in_place = table.all_readable
         self._gpu = slots.device.type == "cuda"
         self._cold_stream = self._stream(COLD_PRIORITY)
@@ -125,10 +126,11 @@ class DeviceExperts:
         rows = WINDOW_ROWS if num_rows <= WINDOW_ROWS else self.max_window_rows
         if rows not in self._spaces or len(self._spaces[rows].h_PI) < rows * top_k:
             layout = self._slots.layout
-            self._spaces[rows] = self._kernels.Workspace.make(
-                max_rows=rows, top_k=top_k, hidden=layout.hidden, width=layout.width,
-                dtype=layout.dtype, device=self._slots.device,
-            )  # fmt: skip
+            with torch.inference_mode(False):  # whoever asks for figures changes them, outside of inference
+                self._spaces[rows] = self._kernels.Workspace.make(
+                    max_rows=rows, top_k=top_k, hidden=layout.hidden, width=layout.width,
+                    dtype=layout.dtype, device=self._slots.device,
+                )  # fmt: skip
         return self._spaces[rows]
 
     def _run_window(
@@ -137,26 +139,33 @@ class DeviceExperts:
         space = self._space(*ids_TK.shape)
         out_TH = torch.empty_like(x_TH)
         cold, resident = (kind in self.kinds for kind in (True, False))
-        if cold and not self._all_resident:
-            with self._beside():
-                if not self._in_place:
-                    self._land(layer, ids_TK)
+        cold = cold and not self._slots.all_resident
+        missing = self._missing(layer, ids_TK) if cold and not self._in_place else []
+        self._landing.expect(layer, missing)
+        before_residents = self._event(self._current_stream())
+        if cold and not missing:
+            with self._beside(before_residents):
                 self._launch(layer, x_TH, ids_TK, weights_TK, space, out_TH, cold=True)
         if resident:
             with self._clock.stage("resident experts"):
                 self._launch(layer, x_TH, ids_TK, weights_TK, space, out_TH, cold=False)
-        if cold and not self._all_resident and self._cold_stream is not None:
+        if missing:
+            with self._clock.stage("cold wait"), self._beside(before_residents):
+                self._land(layer, missing)
+                self._launch(layer, x_TH, ids_TK, weights_TK, space, out_TH, cold=True)
+        if cold and self._cold_stream is not None:
             with self._clock.stage("cold wait"):
                 torch.cuda.current_stream(self._slots.device).wait_stream(self._cold_stream)
         return out_TH
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On the cold stream, after what the current one has been given so far."""
+    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """On the cold stream, once the event of the current one has come."""
         if self._cold_stream is None:
             yield
             return
-        self._cold_stream.wait_stream(torch.cuda.current_stream(self._slots.device))
+        assert after is not None
+        self._cold_stream.wait_event(after)
         with torch.cuda.stream(self._cold_stream):
             yield
 
@@ -186,19 +195,19 @@ class DeviceExperts:
     def _down_offset(self) -> int:
         return self._slots.layout.down_offset // self._slots.layout.dtype.itemsize
 
-    def _land(self, layer: int, ids_TK: torch.Tensor) -> None:
-        """Copy the picked experts that no kernel can read to the device, and say where they are."""
-        picked = set(ids_TK.flatten().tolist())  # host sync: only the host can copy pageable memory
-        missing = [
+    def _missing(self, layer: int, ids_TK: torch.Tensor) -> list[int]:
+        """The picked experts that no kernel can read, in ascending order."""
+        picked = set(ids_TK.flatten().tolist())  # host sync: only the host can read files and pageable memory
+        return [
             expert
             for expert in sorted(picked)
             if 0 <= expert < self._store.num_experts and int(self.table.table_LE[layer, expert]) == 0
         ]
-        if not missing:
-            return
+
+    def _land(self, layer: int, missing: list[int]) -> None:
+        """Bring the missing experts to the device, and say where they are."""
         buffers_BN = self._buffers(len(missing))
-        for place, expert in enumerate(missing):
-            buffers_BN[place].copy_(self._store.view(layer, expert), non_blocking=True)
+        self._landing.land(layer, missing, buffers_BN)
         self.host_copies += len(missing)
         stride = buffers_BN.stride(0)
         landed_N = buffers_BN.data_ptr() + stride * torch.arange(len(missing), dtype=torch.int64)
@@ -252,7 +261,7 @@ class DeviceExperts:
                 compute(resident, [int(self.table.table_LE[layer, expert]) for expert in resident])
         for experts, addresses in copies:
             compute(experts, addresses)
-        self._store.bytes_read += len(cold) * layout.payload_bytes
+        self._store.bytes_read += len(cold) * self._store.layout.payload_bytes
         out_TH = torch.empty_like(x_TH)
         kernels.sum_ranks(y_PH, ids_TK, weights_TK, out_TH, num_experts=num_experts)
         return out_TH
@@ -287,7 +296,7 @@ class DeviceExperts:
             with torch.cuda.stream(self._cold_stream) if self._gpu else nullcontext():
                 if self._cold_stream is not None and used[number % 2] is not None:
                     self._cold_stream.wait_event(used[number % 2])
-                self._copy_runs(layer, groups[number], halves[number % 2])
+                self._landing.land(layer, groups[number], halves[number % 2])
                 return self._event(self._cold_stream)
 
         return self._computed_beside(groups, halves, used, copy, copy(0))
@@ -302,30 +311,20 @@ class DeviceExperts:
     ) -> Iterator[tuple[list[int], list[int]]]:
         stride = self._slots.layout.nbytes
         for number, group in enumerate(groups):
-            coming = copy(number + 1) if number + 1 < len(groups) else None
             if self._gpu:
                 with self._clock.stage("cold wait"):
                     torch.cuda.current_stream(self._slots.device).wait_event(filled)
             base = halves[number % 2].data_ptr()
             yield group, [base + place * stride for place in range(len(group))]
-            used[number % 2] = self._event(
-                torch.cuda.current_stream(self._slots.device) if self._gpu else None
-            )
-            filled = coming
+            used[number % 2] = self._event(self._current_stream())
+            if number + 1 < len(groups):  # after the launch: reading a file keeps the host here
+                filled = copy(number + 1)
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._slots.device) if self._gpu else None
 
     def _event(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         return None if stream is None else stream.record_event()
-
-    def _copy_runs(self, layer: int, experts: list[int], half_BN: torch.Tensor) -> None:
-        """Copy experts into the places 0, 1, ...; neighbours in the arena go as one copy."""
-        breaks = [0] + [index for index in range(1, len(experts)) if experts[index] != experts[index - 1] + 1]
-        for first, end in pairwise([*breaks, len(experts)]):
-            row = self._store.row(layer, experts[first])
-            for begin, stop in self._store.same_memory(row, row + end - first):
-                place = first + begin - row
-                half_BN[place : place + stop - begin].copy_(
-                    self._store.arena_NB[begin:stop], non_blocking=True
-                )
 
     def reset(self) -> None:
         """Forget picks that were launched without their counterpart (one kind alone)."""

@@ -72,7 +72,7 @@ TILES = {
         Tiles(name="wide-early", block_i=32, gate_warps=4, block_h=64, down_warps=4, early=True),
     )
 }
-DEFAULT_TILES = TILES["narrow"]
+DEFAULT_TILES = TILES["wide-early"]
 
 
 @triton.jit
@@ -228,14 +228,16 @@ def _arrive(
                 pick_8 = row_8 * K + rank
                 id_8 = tl.load(ids_TK + pick_8, mask=row_8 < num_rows, other=-1)
                 real_8 = (id_8 >= 0) & (id_8 < E)
-                weight_8 = tl.load(weights_TK + pick_8, mask=real_8, other=0.0).to(tl.float32)
+                weight_8 = tl.load(weights_TK + pick_8, mask=row_8 < num_rows, other=0.0)
+                weight_8 = tl.where(real_8, weight_8.to(tl.float32), 0.0)  # no load waits for an id
                 # past L1, which does not see what other multiprocessors wrote
                 y_8N = tl.load(
                     y_PH + pick_8[:, None] * H + h_N[None, :],
-                    mask=real_8[:, None] & in_H[None, :],
+                    mask=(row_8 < num_rows)[:, None] & in_H[None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
+                y_8N = tl.where(real_8[:, None], y_8N, 0.0)
                 total_8N += weight_8[:, None] * y_8N
             tl.store(
                 out_TH + row_8[:, None] * H + h_N[None, :],

@@ -5,7 +5,7 @@ Everything runs through `DeviceExperts`, the code path of `generate`, on random 
 printed and the others go on, but then the record says red.
 
     rates     a kernel that only reads; pinned copies of one expert; the same bytes read in place
-    tiles     resident experts alone, by block sizes (for information; bars are taken with the default)
+    tiles     resident experts alone, by block sizes; with `best` the rest runs with the one that does best
     check     the timed code against plain torch
     window    resident alone, cold alone, both; three floors
     trace     no host-to-device copy in a replayed window
@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Group
+from rich.table import Table
 
 from warmset.config import require
 from warmset.device_experts import DeviceExperts
 from warmset.measure.clock import Replay, time_ms
 from warmset.measure.record import commit, gpu_name, write_record
-from warmset.measure.report import key_values
+from warmset.measure.report import plain_table
 from warmset.measure.window_input import (
     SHAPES,
     Shape,
@@ -50,6 +52,9 @@ READ_BYTES = 4 << 30
 READ_FORMS = ((2048, 4, 4), (4096, 4, 8), (2048, 8, 4), (1024, 8, 4), (4096, 8, 8))
 COLD_PROGRAMS = (33, 66, 132, 264)
 REHEARSAL_PROGRAMS = 2
+BEST = "best"
+"""Instead of a name of block sizes: those whose least share of the read rate, over all numbers of rows, is highest."""
+MAX_COLUMNS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -79,9 +84,8 @@ def run_bench(
     return {"config": config, "results": bench.results, "failed": bench.failed}
 
 
-def save_record(path: Path, found: dict[str, Any]) -> None:
+def save_record(path: Path, found: dict[str, Any], name: str) -> None:
     """The record of a run; one with failed parts is kept for study, says red, and counts for nothing."""
-    name = "window-experts"
     if not found["failed"]:
         write_record(path, name=name, config=found["config"], results=found["results"], tests="green")
         return
@@ -90,15 +94,31 @@ def save_record(path: Path, found: dict[str, Any]) -> None:
 
 
 def window_table(results: dict[str, Any]) -> Any:
-    """All figures, one a line, under the names of the record."""
-    flat: dict[str, Any] = {}
+    """Each part as a table under its name: figures side by side where all its rows have the same ones."""
+    tables = []
     for part, values in results.items():
+        by_columns: dict[tuple[str, ...], dict[str, Any]] = {}
         for key, value in values.items():
-            if isinstance(value, dict):
-                flat.update({f"{part}.{key}.{inner}": number for inner, number in value.items()})
-            else:
-                flat[f"{part}.{key}"] = value
-    return key_values({key: "-" if value is None else f"{value:,.4g}" for key, value in flat.items()})
+            row = value if isinstance(value, dict) else {"value": value}
+            by_columns.setdefault(tuple(row), {})[key] = row
+        for columns, rows in by_columns.items():
+            tables.append(_part_table(part, columns, rows))
+    return Group(*tables)
+
+
+def _part_table(part: str, columns: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> Table:
+    def cell(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.4g}"
+
+    if len(columns) <= MAX_COLUMNS:
+        table = plain_table(part, *columns)
+        for name, row in rows.items():
+            table.add_row(name, *map(cell, row.values()))
+    else:  # too many to stand side by side: turned round
+        table = plain_table(part, *rows)
+        for column in columns:
+            table.add_row(column, *(cell(row[column]) for row in rows.values()))
+    return table
 
 
 class ExpertBench:
@@ -109,9 +129,11 @@ class ExpertBench:
     ) -> None:
         from warmset.kernels.experts import DEFAULT_TILES, TILES
 
-        require(tiles is None or tiles in TILES, "tiles", f"one of {', '.join(TILES)}", tiles)
+        allowed = (BEST, *TILES)
+        require(tiles is None or tiles in allowed, "tiles", f"one of {', '.join(allowed)}", tiles)
         self.shape, self.rows, self.colds, self.device = shape, rows, colds, device
-        self.tiles = DEFAULT_TILES if tiles is None else TILES[tiles]
+        self.choose = tiles == BEST
+        self.tiles = TILES.get(tiles or "", DEFAULT_TILES)
         self.cold_programs: tuple[int, ...] = COLD_PROGRAMS
         if device.type != "cuda":  # the interpreter runs programs one by one
             self.tiles = dataclasses.replace(self.tiles, cold_programs=REHEARSAL_PROGRAMS)
@@ -124,7 +146,7 @@ class ExpertBench:
         self._part("setup", self._setup)
         if self.failed:
             return
-        for name in ("rates", "check", "tiles", "window", "trace", "prompt"):
+        for name in ("rates", "tiles", "check", "window", "trace", "prompt"):
             self._part(name, getattr(self, f"_{name}"))
 
     def _part(self, name: str, work: Callable[[], Any]) -> None:
@@ -240,9 +262,7 @@ class ExpertBench:
             for rank, expert in enumerate(ids_K):
                 slot = self.slots.slot_of(layer, expert)
                 held_B = (
-                    self.slots.storage_SB[slot]
-                    if slot >= 0
-                    else self.store.view(layer, expert).to(self.device)
+                    self.slots.slot_B(slot) if slot >= 0 else self.store.view(layer, expert).to(self.device)
                 )
                 gate_up, down = (matrix.double() for matrix in self.shape.layout.views(held_B))
                 gate, up = F.linear(x_TH[row].double(), gate_up).chunk(2)
@@ -254,7 +274,7 @@ class ExpertBench:
         return (self.shape.distinct[rows] - cold) * self.shape.layout.payload_bytes
 
     def _tiles(self) -> dict[str, dict[str, float]]:
-        """Share of the read rate by block sizes, and cold experts alone by programs; with no cold experts first."""
+        """Share of the read rate by block sizes, then cold experts alone by programs."""
         from warmset.kernels.experts import TILES
 
         kept, found = self.tiles, {}
@@ -267,6 +287,9 @@ class ExpertBench:
                     traceback.print_exc()
         finally:
             self.tiles = kept
+        if self.choose:
+            best = TILES[max(found, key=lambda name: min(found[name].values()))]
+            self.tiles = dataclasses.replace(best, cold_programs=kept.cold_programs)
         window = self._window_of(max(self.rows), 1.0)
         for programs in self.cold_programs:
             ms = self._replay(self._experts(cold_programs=programs), window, kinds=(True,))
@@ -374,13 +397,13 @@ class ExpertBench:
                     for layer in range(host_layers):
                         experts.run(layer, x_TH[rows], ids_LTK[layer, rows], weights_LTK[layer, rows])
 
-            before = _sum(slots.storage_SB)
+            before = _sum(slots.slabs)
             work()
             self.store.bytes_read = 0
             work()
             read[name] = self.store.bytes_read
             times[name] = time_ms(work, self.device, 3)
-            slots_alike[name] = _sum(slots.storage_SB) == before
+            slots_alike[name] = _sum(slots.slabs) == before
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             del slots, table, experts
@@ -421,5 +444,5 @@ class ExpertBench:
             return None
 
 
-def _sum(storage_SB: torch.Tensor) -> int:
-    return int(storage_SB.view(-1).view(torch.int64).sum())
+def _sum(slabs: list[torch.Tensor]) -> int:
+    return sum(int(slab.view(-1).view(torch.int64).sum()) for slab in slabs)

@@ -120,13 +120,13 @@ def make_slots(shape: Shape, resident: list[tuple[int, int]], device: torch.devi
         num_experts=shape.experts,
         device=device,
     )
-    for first in range(0, len(resident), 64):
-        part = slots.storage_SB[first : first + 64]
-        part.copy_(random_rows(shape, len(part), device))
+    for slab in slots.slabs:
+        for part in slab.split(64):
+            part.copy_(random_rows(shape, len(part), device))
     for slot, (layer, expert) in enumerate(resident):
         slots.table_LE[layer, expert] = slot
         slots.owner[slot] = (layer, expert)
-    slots.device_table_LE.copy_(slots.table_LE)
+    slots.publish()
     return slots
 
 
