@@ -137,7 +137,8 @@ MEASURE = """
 import gc, json, os, sys
 import torch
 from warmset import checkpoint as ckpt
-from warmset.store import ArenaStore, FileStore
+from warmset.disk import Part, Reader
+from warmset.store import ArenaStore
 
 def status(key):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
@@ -147,13 +148,13 @@ class Zeros:
     num_layers, num_experts = 1, 40
     def __init__(self, file):
         self.file = file
-        self.descriptor = os.open(file, os.O_RDONLY)
+        self.reader = Reader([file], "released")
     def in_file_order(self):
         for expert in range(self.num_experts):
             for dest, size in ((0, self.layout.gate_up_bytes), (self.layout.down_offset, self.layout.down_bytes)):
                 yield 0, expert, ckpt.Segment(file=self.file, offset=0, nbytes=size, dest=dest)
-    def read_segment(self, segment, out_B):
-        ckpt.read_exactly(self.descriptor, segment, out_B.numpy().data)
+    def begin_segment(self, segment, out_B):
+        return self.reader.begin([Part(segment.file, segment.offset, out_B.numpy())])
 
 file = sys.argv[3]
 open(file, "wb").truncate(Zeros.layout.gate_up_bytes)

@@ -19,10 +19,12 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -156,6 +158,32 @@ class Checkpoint:
                     stream.seek(span.offset)
                     digest.update(stream.read(min(span.nbytes, 4096)))
         return digest.hexdigest()[:16]
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The named tensors on the CPU, in memory of their own and in the dtypes of the files."""
+        with ExitStack() as streams:
+            open_files: dict[Path, Any] = {}
+            found = {}
+            for name in names:
+                span = self.tensors[name]
+                if span.file not in open_files:
+                    open_files[span.file] = streams.enter_context(open(span.file, "rb", buffering=0))
+                found[name] = _read_tensor(open_files[span.file], span)
+            for stream in open_files.values():  # read once: these pages would only be in the way
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return found
+
+
+def _read_tensor(stream: Any, span: TensorSpan) -> torch.Tensor:
+    tensor = torch.empty(span.shape, dtype=span.dtype)
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data if span.nbytes else memoryview(b"")
+    done = 0
+    while done < span.nbytes:
+        count = os.preadv(stream.fileno(), [view[done:]], span.offset + done)
+        if count <= 0:
+            raise CheckpointError(f"{span.file} ended early: it was changed while Warmset used it.")
+        done += count
+    return tensor
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -298,15 +326,31 @@ def find_experts(checkpoint: Checkpoint, model_type: str) -> tuple[ExpertMap, se
     CheckpointError when an expert is missing, has another shape, or the family stores experts in a way (a
     transposition, biases, scales) that this reader does not know.
     """
+    pieces = _find_pieces(checkpoint, model_type, lambda module: not module.startswith("mtp."))
+    if not pieces:
+        raise CheckpointError(f"{checkpoint.folder} holds no experts that Warmset finds ({model_type}).")
+    return _make_map(pieces)
+
+
+def find_mtp_experts(checkpoint: Checkpoint, model_type: str) -> tuple[ExpertMap, set[str]] | None:
+    """The experts of the layers that predict further tokens (`mtp.*`), as `find_experts` gives the others; or None."""
+    pieces = _find_pieces(checkpoint, model_type, lambda module: module.startswith("mtp."))
+    return _make_map(pieces) if pieces else None
+
+
+def _find_pieces(
+    checkpoint: Checkpoint, model_type: str, wanted: Callable[[str], bool]
+) -> dict[str, list[_Piece]]:
     pieces: dict[str, list[_Piece]] = {}
     for span in checkpoint.tensors.values():
         located = _locate(span, model_type)
-        if located is not None:
+        if located is not None and wanted(located[0]):
             module, piece = located
             pieces.setdefault(module, []).append(piece)
-    pieces = {module: found for module, found in pieces.items() if not module.startswith("mtp.")}
-    if not pieces:
-        raise CheckpointError(f"{checkpoint.folder} holds no experts that Warmset finds ({model_type}).")
+    return pieces
+
+
+def _make_map(pieces: dict[str, list[_Piece]]) -> tuple[ExpertMap, set[str]]:
     modules = tuple(sorted(pieces, key=_natural_key))
     layout = _layout_of(pieces[modules[0]])
     num_experts = _count_experts(pieces[modules[0]])
@@ -416,13 +460,3 @@ def list_files(expert_map: ExpertMap) -> list[Path]:
     return list(
         dict.fromkeys(segment.file for layer in expert_map.segments for expert in layer for segment in expert)
     )
-
-
-def read_exactly(descriptor: int, segment: Segment, target: memoryview) -> None:
-    """Read a segment by position into `target` (its own `nbytes` bytes); CheckpointError when the file ends."""
-    done = 0
-    while done < segment.nbytes:
-        count = os.preadv(descriptor, [target[done : segment.nbytes]], segment.offset + done)
-        if count == 0:
-            raise CheckpointError(f"{segment.file} ended early: it was changed while Warmset used it.")
-        done += count

@@ -19,6 +19,8 @@ _CGROUP_FILES = (
     ),
 )
 HOST_SHARE = 0.8
+HOST_LIMIT_SHARE = 0.9
+"""Of the RAM there is: what the system and the trunk need stays free."""
 
 
 def cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -42,6 +44,11 @@ def _pages_that_go(stat: Path, key: str) -> int:
         return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == key), 0)
     except (OSError, ValueError):
         return 0
+
+
+def host_total_bytes() -> int:
+    """The RAM of the system, whatever a cgroup allows."""
+    return psutil.virtual_memory().total
 
 
 def host_available_bytes() -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from warmset import memory
+from warmset.config import Resolved
 from warmset.errors import WarmsetError
 
 GRAPHS_BYTES = 256 << 20
@@ -113,6 +114,22 @@ def check_fits(plan: Plan, num_slots: int, device: torch.device) -> None:
     if device.type != "cuda" or (num_slots <= plan.fitting and plan.holds_the_rest):
         return
     raise WarmsetError(f"slots do not fit: {plan.sentence(num_slots)}. At most {plan.fitting:,} slots fit.")
+
+
+def choose_slow_tier(arena_bytes: int) -> Resolved[str]:
+    """`arena` where host RAM holds every expert, else `disk`: then each layer stops for the host to read its cold ones.
+
+    What the system has free at this moment is no limit, since the memory of some virtual machines grows as it is
+    used; the cgroup's limit and the RAM there is are.
+    """
+    limit, source = int(memory.host_total_bytes() * memory.HOST_LIMIT_SHARE), "the RAM there is"
+    left = memory.cgroup_left_bytes()
+    if left is not None and left < limit:
+        limit, source = left, "what the cgroup leaves"
+    size = f"all experts are {gib(arena_bytes)} GiB, {source} is {gib(limit)}"
+    if arena_bytes <= limit:
+        return Resolved(value="arena", why=f"read from host RAM within the window ({size})")
+    return Resolved(value="disk", why=f"read from disk, each layer in two segments with a host step ({size})")
 
 
 def gib(num_bytes: int) -> str:

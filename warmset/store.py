@@ -1,9 +1,9 @@
 """The slow tier: where a cold expert's bytes come from.
 
-Two kinds, one interface: `read(layer, expert, out_B)` puts the expert's bytes, in the store's own dtype and in
-the layout of `checkpoint.ExpertLayout`, into a uint8 buffer.
+Two kinds, one interface: `begin(layer, expert, out_B)` starts to put the expert's bytes, in the store's own dtype and
+in the layout of `checkpoint.ExpertLayout`, into a uint8 buffer; `read` does it and waits.
 
-    FileStore    the checkpoint's own files, by positional reads; never a second copy, never a memory map
+    FileStore    the checkpoint's own files, by positional reads (`disk`); never a second copy, never a memory map
                  (a map would compute on unaligned bytes and count as resident memory)
     ArenaStore   one arena in host RAM, each expert once, pinned as far as the system allows; an expert in its
                  pinned part has an address that a kernel can read
@@ -14,37 +14,49 @@ bits with the alignment of the matrix.
 
 from __future__ import annotations
 
-import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import gcd
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from warmset.checkpoint import ALIGN_BYTES, ExpertLayout, ExpertMap, Segment, list_files, read_exactly
+from warmset.checkpoint import ALIGN_BYTES, ExpertLayout, ExpertMap, Segment, list_files
+from warmset.disk import NOTHING_TO_READ, Mode, Part, Reader, Reading
 
 Pin = Callable[[int, int], bool]
 """(address, bytes) -> whether the memory is pinned now."""
 Unpin = Callable[[int], None]
 PAGE_BYTES = 4096
 PIN_PART_BYTES = 1 << 28
+KEPT_BYTES = 256 << 20
+"""Experts of a checkpoint up to this size may stay in the page cache: reading them from the disk again costs more."""
+FILL_AHEAD = 16
+"""Segments under way at once while an arena is filled."""
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 def aligned_bytes(
-    num_bytes: int, device: torch.device | str = "cpu", *, to: int = ALIGN_BYTES
+    num_bytes: int, device: torch.device | str = "cpu", *, to: int = ALIGN_BYTES, pinned: bool = False
 ) -> torch.Tensor:
     """An uninitialised uint8 tensor of `num_bytes` whose address is a multiple of `to` (128)."""
-    raw = torch.empty(num_bytes + to, dtype=torch.uint8, device=device)
+    pinned = pinned and torch.device(device).type == "cpu"
+    with torch.inference_mode(
+        False
+    ):  # else threads outside of the caller's inference mode could not write to it
+        raw = torch.empty(num_bytes + to, dtype=torch.uint8, device=device, pin_memory=pinned)
     skip = -raw.data_ptr() % to
     return raw[skip : skip + num_bytes]
 
 
 class Store(Protocol):
-    """The slow tier. `bytes_read` counts what `read` delivered, in checkpoint bytes without padding."""
+    """The slow tier.
+
+    bytes_read  what `read` delivered and what others add that use `begin`, in checkpoint bytes without padding
+    read_ms     how long at least one read was under way; None where nothing is read, only copied
+    """
 
     layout: ExpertLayout
     num_layers: int
@@ -52,49 +64,78 @@ class Store(Protocol):
     bytes_read: int
     name: str
 
+    @property
+    def read_ms(self) -> float | None: ...
+
+    def begin(self, layer: int, expert: int, out_B: torch.Tensor) -> Reading: ...
+
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None: ...
 
     def addresses(self) -> torch.Tensor: ...
+
+    def reset_counts(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class FileStore:
-    """The checkpoint's files, read by position (`preadv`) into the caller's buffer."""
+    """The checkpoint's files, read by position into the caller's buffer, several blocks in flight.
+
+    mode: how (`disk.Mode`); None: past the page cache, except for a checkpoint whose experts are so few bytes that
+    their pages are no burden.
+    """
 
     name = "files"
 
-    def __init__(self, expert_map: ExpertMap) -> None:
+    def __init__(self, expert_map: ExpertMap, mode: Mode | None = None) -> None:
         self.layout = expert_map.layout
         self.num_layers = expert_map.num_layers
         self.num_experts = expert_map.num_experts
         self.bytes_read = 0
         self._segments = expert_map.segments
-        self._descriptors: dict[Path, int] = {
-            file: os.open(file, os.O_RDONLY) for file in list_files(expert_map)
-        }
-        self._close = weakref.finalize(self, _close_all, self._descriptors)
+        self._files = list_files(expert_map)
+        if mode is None:
+            payload = self.num_layers * self.num_experts * self.layout.payload_bytes
+            mode = "kept" if payload <= KEPT_BYTES else "direct"
+        self._reader = Reader(self._files, mode)
+        self._busy_sec_before = 0.0
+
+    @property
+    def mode(self) -> Mode:
+        """How the files are read; `released` where the file system refused `direct`."""
+        return self._reader.mode
+
+    @property
+    def read_ms(self) -> float:
+        return 1e3 * (self._reader.clock.sec - self._busy_sec_before)
+
+    def begin(self, layer: int, expert: int, out_B: torch.Tensor) -> Reading:
+        """Start to fill `out_B` (uint8 [layout.nbytes], on the CPU), from any thread; counted by whoever waits.
+
+        Padding bytes are left as they are.
+        """
+        target_B = out_B.numpy()
+        return self._reader.begin(
+            Part(segment.file, segment.offset, target_B[segment.dest : segment.dest + segment.nbytes])
+            for segment in self._segments[layer][expert]
+        )
 
     def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
-        """Fill `out_B` (uint8 [layout.nbytes], on the CPU); padding bytes are left as they are."""
-        view = out_B.numpy().data
-        for segment in self._segments[layer][expert]:
-            target = view[segment.dest : segment.dest + segment.nbytes]
-            read_exactly(self._descriptors[segment.file], segment, target)
-            self.bytes_read += segment.nbytes
+        """Fill `out_B` and count it."""
+        self.begin(layer, expert, out_B).wait()
+        self.bytes_read += self.layout.payload_bytes
 
     def addresses(self) -> torch.Tensor:
         """int64 [L, E], all 0: no expert of a file can be read by address."""
         return torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64)
 
-    def read_segment(self, segment: Segment, out_B: torch.Tensor) -> None:
-        """Fill `out_B` (uint8 [segment.nbytes], on the CPU) with one run of file bytes."""
-        read_exactly(self._descriptors[segment.file], segment, out_B.numpy().data)
-        self.bytes_read += segment.nbytes
+    def begin_segment(self, segment: Segment, out_B: torch.Tensor) -> Reading:
+        """Start to fill `out_B` (uint8 [segment.nbytes], on the CPU) with one run of file bytes."""
+        return self._reader.begin([Part(segment.file, segment.offset, out_B.numpy())])
 
     def in_file_order(self) -> Iterator[tuple[int, int, Segment]]:
         """(layer, expert, segment) of all experts: files in order of first use, each from front to back."""
-        place = {file: index for index, file in enumerate(self._descriptors)}
+        place = {file: index for index, file in enumerate(self._files)}
         found = [
             (layer, expert, segment)
             for layer, experts in enumerate(self._segments)
@@ -103,13 +144,12 @@ class FileStore:
         ]
         yield from sorted(found, key=lambda entry: (place[entry[2].file], entry[2].offset))
 
+    def reset_counts(self) -> None:
+        self.bytes_read = 0
+        self._busy_sec_before = self._reader.clock.sec
+
     def close(self) -> None:
-        self._close()
-
-
-def _close_all(descriptors: dict[Path, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
+        self._reader.close()
 
 
 class ArenaStore:
@@ -125,6 +165,7 @@ class ArenaStore:
     """
 
     name = "host arena"
+    read_ms = None
 
     def __init__(
         self,
@@ -174,20 +215,34 @@ class ArenaStore:
 
     def _fill(self, source: FileStore, progress) -> None:
         done, total = 0, len(self.arena_NB) * source.layout.payload_bytes
-        scratch_B = torch.empty(0, dtype=torch.uint8)
-        for layer, expert, segment in source.in_file_order():
-            row_B = self.view(layer, expert)
-            if self.layout.dtype == source.layout.dtype:
-                source.read_segment(segment, row_B[segment.dest : segment.dest + segment.nbytes])
-            else:
-                if scratch_B.numel() < segment.nbytes:
-                    scratch_B = aligned_bytes(segment.nbytes)
-                raw_B = scratch_B[: segment.nbytes]
-                source.read_segment(segment, raw_B)
-                _convert(source.layout, segment.dest, raw_B, self.layout, row_B)
-            done += segment.nbytes
+        coming: deque[tuple[Reading, Callable[[], None], int]] = deque()
+        order = iter(source.in_file_order())
+        while True:
+            while len(coming) < FILL_AHEAD and (entry := next(order, None)) is not None:
+                coming.append(self._begin_segment(source, *entry))
+            if not coming:
+                return
+            reading, arrive, nbytes = coming.popleft()
+            reading.wait()
+            arrive()
+            done += nbytes
             if progress is not None:
                 progress(done, total)
+
+    def _begin_segment(
+        self, source: FileStore, layer: int, expert: int, segment: Segment
+    ) -> tuple[Reading, Callable[[], None], int]:
+        """A segment under way to its row, what is left to do when it is here, and its bytes."""
+        row_B = self.view(layer, expert)
+        if self.layout.dtype == source.layout.dtype:
+            target_B = row_B[segment.dest : segment.dest + segment.nbytes]
+            return source.begin_segment(segment, target_B), lambda: None, segment.nbytes
+        raw_B = aligned_bytes(segment.nbytes)
+
+        def convert() -> None:
+            _convert(source.layout, segment.dest, raw_B, self.layout, row_B)
+
+        return source.begin_segment(segment, raw_B), convert, segment.nbytes
 
     def row(self, layer: int, expert: int) -> int:
         return layer * self.num_experts + expert
@@ -215,9 +270,17 @@ class ArenaStore:
         address_N[pinned:] = 0
         return address_N.view(self.num_layers, self.num_experts)
 
-    def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
+    def begin(self, layer: int, expert: int, out_B: torch.Tensor) -> Reading:
+        """Copy an expert into `out_B`, on any device: for the current stream it is there at once."""
         out_B.copy_(self.view(layer, expert), non_blocking=self.is_pinned(layer, expert))
+        return NOTHING_TO_READ
+
+    def read(self, layer: int, expert: int, out_B: torch.Tensor) -> None:
+        self.begin(layer, expert, out_B)
         self.bytes_read += self.layout.payload_bytes
+
+    def reset_counts(self) -> None:
+        self.bytes_read = 0
 
     def close(self) -> None:
         """Unpin; the memory goes back to the system with the last tensor that looks at it."""
