@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--margin", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     print(f"--- routing off, {args.slots} of the experts resident\n\n{args.prompt}", end="", flush=True)

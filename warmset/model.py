@@ -11,9 +11,12 @@ picks and weights agree is taken. A router that no rule explains is refused.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,14 +24,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from warmset.checkpoint import Checkpoint, ExpertMap
+from warmset.config import MAX_WINDOW_ROWS
 from warmset.errors import CheckpointError, first_line
 from warmset.experts import ExpertRunner
+from warmset.recurrent import delta_rule_by_rows
 from warmset.router import MoeLayer, Routing, WarmExperts, WarmRouter
 from warmset.routing import RouterRule, selection_scores, weights_of
 from warmset.routing.scores import router_pick
 from warmset.stages import StageClock
 
 PROBE_ROWS = 32
+TRUNK_ALIGN_BYTES = 64
 
 
 class _NoExperts(nn.Module):
@@ -99,17 +105,42 @@ def load_trunk(
     checkpoint: Checkpoint,
     config: Any,
     covered: set[str],
-    modules: set[str],
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """The model without its experts, weights loaded. Raises CheckpointError when a tensor is missing or unused.
+    """The model without its experts, weights loaded by position and not through a memory map of whole shards.
 
-    `covered`: the names of the tensors that the expert map accounts for; `modules`: the experts modules' paths.
+    `covered`: the names of the tensors that the expert map accounts for. Raises CheckpointError when a tensor is
+    missing or unused.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    ignored = _ignored(family)
+    wanted = [name for name in checkpoint.tensors if name not in covered and not ignored(name)]
+    bare = _without_experts(family)
+    try:
+        with quiet_transformers():
+            trunk, info = bare.from_pretrained(
+                None,
+                state_dict=checkpoint.read(wanted),
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever building or loading raises is about these files
+        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {first_line(error)}") from None
+    if info["missing_keys"]:
+        raise CheckpointError(f"{checkpoint.folder} lacks the tensor {sorted(info['missing_keys'])[0]}.")
+    for name in sorted(info["unexpected_keys"]):
+        raise CheckpointError(f"{checkpoint.folder} holds the tensor {name}, which the model does not use.")
+    align(trunk)
+    return trunk.eval().requires_grad_(False).to(device)
+
+
+def _without_experts(family: Any) -> Any:
+    """A class of the same name whose models have stubs in the experts' places."""
 
     def init_without_experts(self, config, *args, **kwargs):
         family.__init__(self, config, *args, **kwargs)
@@ -117,53 +148,43 @@ def load_trunk(
             if isinstance(getattr(parent, "experts", None), nn.Module):
                 parent.experts = _NoExperts(parent.experts)
 
-    bare = type(
-        family.__name__, (family,), {"__init__": init_without_experts, "__module__": family.__module__}
-    )
-    try:
-        with quiet_transformers():
-            trunk, info = bare.from_pretrained(  # type: ignore[attr-defined]
-                checkpoint.folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # whatever building or loading raises is about these files
-        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {first_line(error)}") from None
-    if info["missing_keys"]:
-        raise CheckpointError(f"{checkpoint.folder} lacks the tensor {sorted(info['missing_keys'])[0]}.")
-    _refuse_unused(checkpoint, trunk, set(info["unexpected_keys"]), covered, modules)
-    _leave_the_files(trunk)
-    return trunk.eval().requires_grad_(False).to(device)
+    members = {"__init__": init_without_experts, "__module__": family.__module__}
+    return type(family.__name__, (family,), members)
 
 
-def _leave_the_files(trunk: nn.Module) -> None:
-    """Copy weights that still lie on a memory map of their file into memory of their own.
+def bare_decoder(trunk: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A decoder of the trunk's own family built after `config`, weights not loaded and experts left out."""
+    family = type(trunk.get_decoder())
+    with quiet_transformers():
+        return _without_experts(family)._from_config(config, dtype=dtype, attn_implementation="sdpa")
 
-    safetensors aligns to 8 bytes, and in float32 a product's bits change with the alignment of the matrix: the
-    same weights must not give other bits because a file's header is longer. Tied weights stay tied.
+
+def norm_class(trunk: Any) -> Any:
+    """The class of the norms around the attention of this family, made by `norm_class(width, eps=...)`."""
+    for layer in reversed(trunk.get_decoder().layers):
+        for name, module in layer.named_modules():
+            if "norm" in name.rpartition(".")[2] and "Gated" not in type(module).__name__:
+                return type(module)
+    raise AssertionError("a decoder without norms")
+
+
+def align(trunk: nn.Module) -> None:
+    """Copy weights that loading left at an odd address into memory of their own; tied weights stay tied.
+
+    In float32 a product's bits change with the alignment of the matrix, and the same weights must not give other
+    bits because they came out of another file.
     """
     own: dict[int, torch.Tensor] = {}
     for parameter in trunk.parameters():
         address = parameter.data_ptr()
-        if address not in own:
-            own[address] = parameter.data.clone()
-        parameter.data = own[address]
+        if address % TRUNK_ALIGN_BYTES:
+            parameter.data = own.setdefault(address, parameter.data.clone())
 
 
-def _refuse_unused(
-    checkpoint: Checkpoint, trunk: Any, unexpected: set[str], covered: set[str], modules: set[str]
-) -> None:
-    known = [re.compile(pattern) for pattern in trunk._keys_to_ignore_on_load_unexpected or []]
-    for name in sorted(unexpected - covered):
-        expert = name.rpartition(".")[0] in modules  # named as the module has it, not as the file has it
-        if not expert and not any(pattern.search(name) for pattern in known):
-            raise CheckpointError(
-                f"{checkpoint.folder} holds the tensor {name}, which the model does not use."
-            )
+def _ignored(family: Any) -> Callable[[str], bool]:
+    """Whether the family passes over a tensor of this name (such as the layers that predict further tokens)."""
+    known = [re.compile(pattern) for pattern in family._keys_to_ignore_on_load_unexpected or []]
+    return lambda name: any(pattern.search(name) for pattern in known)
 
 
 def find_layers(trunk: nn.Module, expert_map: ExpertMap) -> list[MoeLayer]:
@@ -204,6 +225,19 @@ def _router_name(block: nn.Module, path: str) -> str:
 
 def _router_of(block: nn.Module, path: str) -> Any:
     return getattr(block, _router_name(block, path))
+
+
+def find_routers(model: nn.Module) -> list[tuple[Any, Any, RouterRule]]:
+    """(block, router, rule) of each MoE layer of a transformers model that is loaded whole, in order.
+
+    Raises CheckpointError for a router that is not understood.
+    """
+    found = []
+    for path, block in model.named_modules():
+        if isinstance(getattr(block, "experts", None), nn.Module):
+            router = _router_of(block, path)
+            found.append((block, router, _probe(router, path)))
+    return found
 
 
 def _probe(router: Any, path: str) -> RouterRule:
@@ -290,6 +324,38 @@ def _stage_of(path: str, module: nn.Module) -> str | None:
     return None if stage == "head" and inside_a_layer else stage
 
 
+CHUNK_RULE = "torch_chunk_gated_delta_rule"
+
+
+def give_states_of_each_row(trunk: nn.Module) -> str | None:
+    """Let the recurrent modules of a trunk give the state after each row of a window, not after the last one only.
+
+    A gated delta net's forward runs as it is written, with another function under the name of the chunk rule: that
+    one goes row by row where a window continues a state. Returns what could not be changed, as the end of a
+    sentence: then windows of several rows cannot be taken back. None when all is well.
+    """
+    for path, module in trunk.named_modules():
+        if path.rpartition(".")[2] != "linear_attn":
+            continue
+        forward = inspect.unwrap(type(module).forward)
+        if CHUNK_RULE not in forward.__code__.co_names:
+            return f"{type(module).__name__} does not run the gated delta rule"
+        names = {**forward.__globals__, CHUNK_RULE: _rows_or_chunks(forward.__globals__[CHUNK_RULE])}
+        changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+        module.forward = MethodType(changed, module)  # type: ignore[method-assign]
+    return None
+
+
+def _rows_or_chunks(chunk_rule: Callable) -> Callable:
+    def rule(query, key, value, *, g, beta, initial_state, **settings):
+        if initial_state is None or query.shape[1] > MAX_WINDOW_ROWS:
+            return chunk_rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **settings)
+        assert settings.get("use_qk_l2norm_in_kernel"), "the rule by rows normalises keys and queries itself"
+        return delta_rule_by_rows(query, key, value, g, beta, initial_state)
+
+    return rule
+
+
 def skip_unused_indexers(trunk: nn.Module, max_model_len: int) -> int:
     """Let QSA indexers answer 'every block' where the whole context fits their budget; how many were replaced.
 
@@ -314,14 +380,30 @@ def _every_block(
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' bars and warnings off stderr; errors still come as exceptions."""
-    from transformers.utils import logging
+    from transformers.utils import logging as theirs
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        theirs.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()
+
+
+@contextmanager
+def quiet_forward() -> Iterator[None]:
+    """As `quiet_transformers`, for every forward: it warns at the first use of each of its slow fallbacks.
+
+    Changing a logger's level empties the caches of all loggers, which takes half a millisecond; a handler's does not.
+    """
+    levels = [(handler, handler.level) for handler in logging.getLogger("transformers").handlers]
+    for handler, _ in levels:
+        handler.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for handler, level in levels:
+            handler.setLevel(level)

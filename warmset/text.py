@@ -1,11 +1,13 @@
 """Text in, text out: the engine of token ids with the model's own tokenizer around it.
 
-Characters that are split over tokens are delivered whole (`tokenizers`' own stream decoder). Knows no HTTP.
+Characters that are split over tokens are delivered whole (`tokenizers`' own stream decoder). Stop texts are looked for
+at each token as it is drawn, and what may be the beginning of one is held back. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -49,8 +51,8 @@ def stop_ids(prepared: Prepared, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in found if type(token) is int)
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a prompt; WarmsetError when it is no text that can be encoded."""
+def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
+    """Token ids of a prompt, or with `chat` of a user's turn in the model's template; WarmsetError when that fails."""
     from warmset.model import quiet_transformers
 
     if not isinstance(prompt, str):
@@ -60,7 +62,75 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
     except UnicodeEncodeError:
         raise WarmsetError(f"prompt must be valid Unicode. Got {shown(prompt)}.") from None
     with quiet_transformers():
-        return tokenizer.encode(prompt)
+        if not chat:
+            return tokenizer.encode(prompt)
+        if not tokenizer.chat_template:
+            raise WarmsetError("chat needs a model whose tokenizer has a chat template. This one has none.")
+        turn = [{"role": "user", "content": prompt}]
+        return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+
+
+class StopTexts:
+    """Finds the first of several texts in a stream of pieces; what may become one is held back until it is clear."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """The text that is clear by now, and whether a stop text follows it: then nothing after it counts."""
+        text, self._held = self._held + piece, ""
+        places = [place for place in map(text.find, self._stop) if place >= 0]
+        if places:
+            return text[: min(places)], True
+        most = max((len(stop) for stop in self._stop), default=1) - 1
+        for start in range(max(0, len(text) - most), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stop):
+                self._held = text[start:]
+                return text[:start], False
+        return text, False
+
+    def rest(self) -> str:
+        """What was held back, once nothing more comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Writer:
+    """Turns the tokens of one answer into text as they are drawn."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._backend = tokenizer.backend_tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = StopTexts(stop)
+        self._ids: list[int] = []
+        self._decoded = 0
+        self._pieces: deque[str] = deque()
+        self._stopped = False
+
+    def take(self, token: int) -> bool:
+        """One more token was drawn; whether a stop text is complete with it."""
+        self._ids.append(token)
+        piece = self._decoder.step(self._backend, token) or ""
+        self._decoded += len(piece)
+        clear, self._stopped = self._stop.feed(piece)
+        self._pieces.append(clear)
+        return self._stopped
+
+    def next_piece(self) -> str:
+        """The text that the next token of those taken made clear; may be empty."""
+        return self._pieces.popleft()
+
+    def rest(self) -> str:
+        """What is left at the end: text held back, and bytes of an unfinished character as the tokenizer shows them."""
+        if self._stopped:
+            return ""
+        clear, stopped = self._stop.feed(
+            self._backend.decode(self._ids, skip_special_tokens=True)[self._decoded :]
+        )
+        return clear if stopped else clear + self._stop.rest()
 
 
 class Engine:
@@ -105,30 +175,36 @@ class Engine:
         """What was chosen or left out while loading, one sentence each."""
         return self.tokens.notes
 
-    def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: str, *, chat: bool = False, **sampling: Any) -> Iterator[str]:
         """Pieces of the answer as they come. `sampling`: the fields of `config.SamplingConfig`."""
         unknown = sorted(set(sampling) - {field.name for field in fields(SamplingConfig)})
         if unknown:
             raise WarmsetError(f"sampling has no setting {unknown[0]!r}.")
-        yield from self.stream_ids(encode(self.tokenizer, prompt), SamplingConfig(**sampling))
+        if isinstance(sampling.get("stop"), str | list):
+            stop = sampling["stop"]
+            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        yield from self.stream_ids(encode(self.tokenizer, prompt, chat), SamplingConfig(**sampling))
 
     def stream_ids(self, ids: list[int], sampling: SamplingConfig) -> Iterator[str]:
-        from tokenizers.decoders import DecodeStream
-
-        backend = self.tokenizer.backend_tokenizer
-        decoder = DecodeStream(skip_special_tokens=True)
-        new_ids: list[int] = []
-        shown = 0
-        for token in self.tokens.decode(ids, sampling, self._stop_ids):
-            new_ids.append(token)
-            piece = decoder.step(backend, token)
+        writer = Writer(self.tokenizer, sampling.stop)
+        for _ in self.tokens.decode(ids, sampling, self._stop_ids, writer.take):
+            piece = writer.next_piece()
             if piece:
-                shown += len(piece)
                 yield piece
-        # Bytes of a character that the last tokens left unfinished are shown as the tokenizer shows them.
-        rest = backend.decode(new_ids, skip_special_tokens=True)[shown:]
+        rest = writer.rest()
         if rest:
             yield rest
+
+    def logprobs(self) -> list[dict[str, Any]]:
+        """Log-probabilities of the last answer's tokens, if they were asked for: the model's own, in nats."""
+
+        def shown(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": self.tokenizer.decode([token]), "id": token, "logprob": logprob}
+
+        return [
+            {**shown(entry.token, entry.logprob), "top": [shown(*other) for other in entry.top]}
+            for entry in self.tokens.run.logprobs
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last answer; the names of `warmset generate --json`."""
@@ -145,10 +221,12 @@ class Engine:
         self.close()
 
 
-def check_request(config: EngineConfig, prompt: str, policy: Policy | None = None) -> None:
+def check_request(
+    config: EngineConfig, prompt: str, policy: Policy | None = None, chat: bool = False
+) -> None:
     """Refuse what can be refused before any weight is loaded: files, settings, prompt, and ranks without a tail."""
     prepared = prepare(config)
-    ids = encode(load_tokenizer(prepared), prompt)
+    ids = encode(load_tokenizer(prepared), prompt, chat)
     check_prompt(len(ids), prepared.max_model_len)
     size = getattr(prepared.config, "vocab_size", None)
     if size is not None and max(ids) >= size:
