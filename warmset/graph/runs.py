@@ -1,0 +1,363 @@
+"""Runs of decode windows that need the host only to read tokens out: one captured graph for each number of rows.
+
+    tokens -> trunk -> draw -> judge -> commit -> next drafts -> tokens
+
+Everything that changes from window to window lies in device memory and is written in place: tokens, positions, states,
+what was drawn, how much is left, and whether the answer has ended; a window after the end keeps nothing. On a GPU the
+body runs once to compile, once to be captured, and from then on as one launch; on a CPU the same body runs as Python.
+A graph belongs to a number of rows, a kind of draw, and what is baked into it (policy, whether anything is cold,
+memory of the states); slots and tables change in place and need no new capture. Knows token ids, no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from warmset.config import MAX_WINDOW_ROWS, SamplingConfig
+from warmset.errors import RowError, WarmsetError
+from warmset.experts import ExpertRunner
+from warmset.graph import draws
+from warmset.graph.cache import StaticCache, pages_for, why_not_static
+from warmset.graph.forms import StaticForms
+from warmset.graph.lookup import look_up
+from warmset.graph.stamps import Mark
+from warmset.model import quiet_transformers
+from warmset.router import Routing
+from warmset.routing import COUNTER_NAMES
+from warmset.stages import StageClock
+from warmset.states import SequenceState
+
+Source = Literal["none", "lookup", "fixed"]
+"""Where the next window's drafts come from; `fixed`: the tokens that lie there, for measurements."""
+
+MAX_STOPS = 16
+MAX_NEW_TOKENS = 1 << 16
+
+
+@dataclass
+class RunCounts:
+    """Totals since `begin`, as `window.WindowCounts` has them."""
+
+    windows: int
+    rows: int
+    verified_rows: int
+    picks: int
+    routing_5: torch.Tensor
+    verified_routing_5: torch.Tensor
+
+
+@dataclass
+class _Captured:
+    """`kept`: what the graph reads by address, and what its key names by identity."""
+
+    graph: Any
+    marks: tuple[Mark, ...]
+    kept: Any = field(default=None, repr=False)
+
+
+class WindowRuns:
+    """The runs of one trunk. `begin` takes over a sequence that has read its prompt, `end` gives it back."""
+
+    def __init__(
+        self,
+        trunk: Any,
+        runner: ExpertRunner,
+        routing: Routing,
+        clock: StageClock,
+        *,
+        source: Source = "none",
+    ) -> None:
+        self.forms = StaticForms.of(trunk)
+        self.clock = clock
+        self.captures = 0
+        self.cache: StaticCache | None = None
+        self.on_logits: Callable[[torch.Tensor], None] | None = None
+        """Called with the logits [T, V] of each window that runs as Python; for tests."""
+        self._runner = runner
+        self._routing = routing
+        self._source = source
+        self._device = device = routing.slot_LE.device
+        self._draws = draws.Draws(device)
+        self._kind: draws.Kind = "greedy"
+        self._graphs: dict[tuple, _Captured] = {}
+        self._pool: Any = None
+        make: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        self.token_X = torch.zeros(MAX_WINDOW_ROWS, **make)
+        self._num_drafts = torch.zeros((), **make)
+        self._left = torch.zeros((), **make)
+        self._stop_N = torch.full((MAX_STOPS,), -1, **make)
+        self._done = torch.zeros((), dtype=torch.bool, device=device)
+        self._failed = torch.zeros(2, **make)
+        self._out_N = torch.zeros(MAX_NEW_TOKENS + MAX_WINDOW_ROWS, **make)
+        self._out_at = torch.zeros((), **make)
+        self._history_S = torch.zeros(0, **make)
+        self._figures = torch.zeros(4 + 2 * len(COUNTER_NAMES), **make)
+        self._read = 0
+
+    # -- a sequence -------------------------------------------------------------------------------------------
+
+    def why_not(self, state: SequenceState, sampling: SamplingConfig) -> str | None:
+        """Why a run cannot go on from this sequence, as the end of a sentence, or None."""
+        gpu = self._device.type == "cuda"
+        kernels = self._runner.device_experts
+        reasons = (
+            self.forms.why_not,
+            why_not_static(state),
+            draws.why_not(sampling),
+            "the policy learns between windows" if self._routing.means is not None else None,
+            "the policy runs in plain torch" if gpu and self._routing.runs_in_torch else None,
+            "experts run in plain torch" if gpu and kernels is None else None,
+            "cold experts are copied by the host"
+            if kernels is not None and not kernels.table.all_readable
+            else None,
+        )
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        state: SequenceState,
+        ids: list[int],
+        token: int,
+        *,
+        sampling: SamplingConfig,
+        most_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Take over the sequence of `ids`, whose states are `state`; `token` was drawn after it and runs first.
+
+        most_tokens: how many further tokens may be drawn.
+        """
+        assert len(ids) == state.length and 0 < most_tokens <= MAX_NEW_TOKENS and len(stop_ids) <= MAX_STOPS
+        places = pages_for(state.length + most_tokens)
+        if self.cache is None or self.cache.places < places:
+            self.cache = StaticCache(state, places, self._device)
+            self._forget()
+        else:
+            self.cache.load(state)
+        self.forms.prepare(self.cache)
+        if len(self._history_S) != self.cache.places:
+            self._history_S = torch.zeros(self.cache.places, dtype=torch.int64, device=self._device)
+            self._forget()
+        self._history_S[: len(ids) + 1] = torch.tensor([*ids, token], device=self._device)
+        self._kind = self._draws.use(sampling)
+        self.token_X.fill_(token)
+        self._stop_N.fill_(-1)
+        if stop_ids:
+            self._stop_N[: len(stop_ids)] = torch.tensor(sorted(stop_ids), device=self._device)
+        self._left.fill_(most_tokens)
+        for tensor in (self._done, self._failed, self._out_at, self._figures, self._num_drafts):
+            tensor.zero_()
+        self._read = 0
+        self._propose()
+
+    @torch.inference_mode()
+    def run(self, num_windows: int, rows: int) -> None:
+        """Run windows of `rows` rows, without waiting for them; after the answer's end they keep nothing."""
+        assert self.cache is not None and 1 <= rows <= MAX_WINDOW_ROWS
+        if self._device.type != "cuda":
+            with self.forms.using(self.cache), quiet_transformers():
+                for _ in range(num_windows):
+                    self._body(rows)
+            return
+        captured = self._captured(rows)
+        for _ in range(num_windows):
+            captured.graph.replay()
+
+    @torch.inference_mode()
+    def take(self) -> tuple[list[int], bool]:
+        """Tokens drawn since the last call, and whether the answer has ended. Waits for the device.
+
+        Raises RowError when a row could not be routed, WarmsetError when the model's output is not a number.
+        """
+        # host sync: the one thing that the host is needed for
+        figures = torch.stack([self._out_at, self._done.long(), *self._failed]).tolist()
+        written, done, failed, where = figures
+        if failed == 1:
+            layer, row = divmod(where, MAX_WINDOW_ROWS)
+            raise RowError(f"Layer {layer}, row {row}: too few experts have a score above -inf.", row)
+        if failed == 2:
+            raise WarmsetError("The model's output is not a number: no token can be drawn.")
+        tokens = self._out_N[self._read : written].tolist()
+        self._read = written
+        return tokens, bool(done)
+
+    @torch.inference_mode()
+    def end(self, state: SequenceState) -> int:
+        """Give the sequence back: `state` is as if it had run the kept rows itself. Returns how many there were."""
+        assert self.cache is not None
+        before = state.length
+        self.cache.store(state)
+        return state.length - before
+
+    def counts(self) -> RunCounts:
+        """Figures since `begin`; waits for the device."""
+        figures = self._figures.cpu()
+        width = len(COUNTER_NAMES)
+        windows, rows, verified, picks = figures[:4].tolist()
+        return RunCounts(windows, rows, verified, picks, figures[4 : 4 + width], figures[4 + width :])
+
+    def marks(self, rows: int) -> tuple[Mark, ...]:
+        """The stage marks of a window of `rows` rows, for `StampClock.read`."""
+        if self._device.type != "cuda":
+            return getattr(self.clock, "marks", ())
+        return self._captured(rows).marks
+
+    # -- capture ----------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Memory that graphs hold has moved: they are captured again when they are needed."""
+        self._graphs.clear()
+
+    def _key(self, rows: int) -> tuple:
+        routing, slots = self._routing, self._runner.slots
+        return (
+            rows,
+            self._kind,
+            slots.all_resident,
+            id(routing.policy),
+            id(routing.table),
+            self._source,
+            self.clock.enabled,
+        )
+
+    def _captured(self, rows: int) -> _Captured:
+        key = self._key(rows)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(rows)
+        return self._graphs[key]
+
+    def _capture(self, rows: int) -> _Captured:
+        """Run the body once with nothing to keep, so that it compiles and makes its buffers; then capture it."""
+        assert self.cache is not None
+        counts = self._runner.counts
+        done, figures = self._done.clone(), self._figures.clone()
+        self._done.fill_(True)
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with self.forms.using(self.cache), quiet_transformers():
+            with torch.cuda.stream(side):
+                self._body(rows)
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                kept = self._body(rows)
+        self._pool = self._pool or graph.pool()
+        self._done.copy_(done)
+        self._figures.copy_(figures)
+        assert self._runner.device_experts is not None
+        self._runner.device_experts.take_counts()
+        self._runner.counts = counts
+        self.captures += 1
+        kept = (kept, self._routing.policy, self._routing.table)
+        return _Captured(graph, getattr(self.clock, "marks", ()), kept)
+
+    # -- one window -------------------------------------------------------------------------------------------
+
+    def _body(self, rows: int) -> Any:
+        """One window; no host sync and no number that the host knows, so that it can be captured."""
+        assert self.cache is not None
+        place, routing, clock = self.cache.place, self._routing, self.clock
+        row_T = torch.arange(rows, device=self._device)
+        with clock.window():
+            token_T, position_T = self.token_X[:rows], place.open(rows)
+            num_drafts = self._num_drafts.clamp(max=rows - 1)
+            real_T = row_T <= num_drafts if self._source == "lookup" and rows > 1 else None
+            routing.begin_static(position_T, real_T)
+            logits_TV = self.forms.forward(token_T, position_T)
+            with clock.stage("sample"):
+                drawn_T = self._draws.draw(self._kind, logits_TV, position_T + 1)
+            with clock.stage("commit"):
+                self._commit(token_T, drawn_T, logits_TV, row_T, position_T, num_drafts)
+            with clock.stage("draft"):
+                self._propose()
+        routing.end_static()
+        if self.on_logits is not None:
+            self.on_logits(logits_TV)
+        return logits_TV, drawn_T
+
+    def _commit(
+        self,
+        token_T: torch.Tensor,
+        drawn_T: torch.Tensor,
+        logits_TV: torch.Tensor,
+        row_T: torch.Tensor,
+        position_T: torch.Tensor,
+        num_drafts: torch.Tensor,
+    ) -> None:
+        """Keep as many rows as hold: those up to the first wrong draft, the first error, the end of the answer."""
+        assert self.cache is not None
+        rows, made = len(row_T), self._routing.made
+        bad_LT = torch.stack([routed.error_T for routed in made]) != 0
+        bad_T = bad_LT.any(dim=0)
+        nan_T = logits_TV.isnan().any(dim=-1)
+        first_bad = _first(bad_T | nan_T, row_T, rows)
+        right = (drawn_T[:-1] == token_T[1:]) & (row_T[1:] <= num_drafts)
+        count = 1 + right.long().cumprod(0).sum()
+        end = _first((drawn_T[:, None] == self._stop_N).any(dim=1), row_T, rows) + 1
+        count = torch.minimum(torch.minimum(count, first_bad), torch.minimum(end, self._left))
+        running = (~self._done).long()
+        count = count * running
+
+        failed = (first_bad == 0) & ~self._done
+        layer = bad_LT[:, 0].long().argmax()
+        self._failed.add_(
+            torch.stack([failed * torch.where(bad_T[0], 1, 2), failed * layer * MAX_WINDOW_ROWS])
+        )
+
+        self._out_N.index_copy_(0, self._out_at + row_T, drawn_T)
+        after_T = (position_T + 1).clamp(max=len(self._history_S) - 1)
+        self._history_S.index_copy_(0, after_T, drawn_T)
+        last_1 = drawn_T.index_select(
+            0, (count - 1).clamp(min=0).view(1)
+        )  # an index of no dimension would sync
+        self.token_X[:1].copy_(torch.where(count > 0, last_1, token_T[:1]))
+        self._count(made, row_T, count, num_drafts, running)
+        place = self.cache.place
+        start = place.begin_2[1]
+        place.begin_2.copy_(torch.stack([start, start + count]))
+        self._out_at.add_(count)
+        self._left.sub_(count)
+        self._done.logical_or_(failed | (self._left <= 0) | ((end <= count) & (count > 0)))
+
+    def _count(
+        self,
+        made: list,
+        row_T: torch.Tensor,
+        count: torch.Tensor,
+        num_drafts: torch.Tensor,
+        running: torch.Tensor,
+    ) -> None:
+        counters_LT5 = torch.stack([routed.counters_T5 for routed in made])
+        counters_T5 = counters_LT5.sum(dim=0)
+        picked_T = torch.stack([routed.ids_TK for routed in made]).ge(0).sum(dim=(0, 2))
+        kept_T = (row_T < count).long()
+        verified_T = (row_T <= num_drafts).long() * running
+        figures = [
+            torch.stack([running, count, verified_T.sum(), (picked_T * kept_T).sum()]),
+            (counters_T5 * kept_T[:, None]).sum(dim=0),
+            (counters_T5 * verified_T[:, None]).sum(dim=0),
+        ]
+        self._figures.add_(torch.cat(figures))
+
+    def _propose(self) -> None:
+        """The drafts of the next window into `token_X[1:]`."""
+        assert self.cache is not None
+        if self._source == "fixed":
+            self._num_drafts.fill_(MAX_WINDOW_ROWS - 1)
+        if self._source != "lookup":
+            return
+        count = MAX_WINDOW_ROWS - 1
+        drafts, found = look_up(self._history_S, self.cache.place.begin_2[1], count)
+        self.token_X[1:].copy_(drafts)
+        self._num_drafts.copy_(torch.where(found, (self._left - 1).clamp(min=0, max=count), 0))
+
+
+def _first(hit_T: torch.Tensor, row_T: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first row that is hit, or `rows`."""
+    return torch.where(hit_T, row_T, rows).amin()
