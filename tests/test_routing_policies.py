@@ -89,7 +89,7 @@ def test_spellings():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("nearest", "`policy` must be one of exact, margin, .*, or module:Class. Got 'nearest'."),
+        ("nearest", "`policy` must be one of exact, margin, .*, module:Class, or a file .*. Got 'nearest'."),
         ("margin:width=3", "`policy` margin takes margin, ranks. Got 'width'."),
         ("margin:margin", "key=value"),
         ("margin:margin=1,margin=2", "twice"),

@@ -50,14 +50,22 @@ class RuledPolicy:
     has_range: ClassVar[bool] = False
     """Whether `Routed.range_T` is wanted."""
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
-        """(value, lo, hi, notes) for a model with this rule; each note says what was capped."""
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
+        """(value, lo, hi, notes) of one layer for a model with this rule; each note says what was capped."""
         return 0.0, 0, -1, []
 
+    def check_layers(self, num_layers: int) -> None:
+        """PolicyError where the policy has numbers for another number of layers."""
+
     def table(self, rule: RouterRule, *, num_layers: int, device: torch.device | str = "cpu") -> PolicyTable:
-        """This policy's numbers in device memory, the same for every layer; change them there in place."""
+        """This policy's numbers in device memory, one entry a layer; change them there in place."""
+        self.check_layers(num_layers)
         value, lo, hi, notes = self.numbers(rule)
         table = PolicyTable.full(num_layers, value, lo, hi, top_k=rule.top_k, device=device)
+        for layer in range(1, num_layers):
+            other = self.numbers(rule, layer)[0]
+            if other != value:
+                table.set_value(other, layer)
         table.notes.extend(notes)
         return table
 
@@ -107,7 +115,7 @@ class RuledPolicy:
     def _numbers(self, scene: Scene) -> Numbers:
         table, layer, device = scene.context.table, scene.context.layer, scene.scores_TE.device
         if table is None:
-            value, lo, hi, _ = self.numbers(scene.rule)
+            value, lo, hi, _ = self.numbers(scene.rule, layer)
             return Numbers(torch.tensor(value, dtype=torch.float32, device=device), lo, hi)
         lo_, hi_ = table.lo_L[layer], table.hi_L[layer]
         if device.type == "cpu":  # no device to wait for, and whole numbers let the loops be short

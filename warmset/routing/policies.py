@@ -33,17 +33,35 @@ class Exact(RuledPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Margin(RuledPolicy):
-    margin: float = DEFAULT_MARGIN
+    margin: float | tuple[float, ...] = DEFAULT_MARGIN
     ranks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        as_float32("margin", self.margin)
+        if isinstance(self.margin, list | tuple):
+            if not self.margin:
+                raise PolicyError("`margin` must be one number, or one a layer. Got none.")
+            object.__setattr__(self, "margin", tuple(self.margin))
+        for margin in self._margins():
+            as_float32("margin", margin)
         if self.ranks is not None:
             object.__setattr__(self, "ranks", check_ranks(self.ranks))
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def _margins(self) -> tuple[float, ...]:
+        return self.margin if isinstance(self.margin, tuple) else (self.margin,)
+
+    def check_layers(self, num_layers: int) -> None:
+        if isinstance(self.margin, tuple) and len(self.margin) != num_layers:
+            raise PolicyError(
+                f"`margin` must be one number, or one for each of the {num_layers} layers. Got {len(self.margin)}."
+            )
+
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         lo, hi, note = resolve_ranks(self.ranks, rule.top_k)
-        return as_float32("margin", self.margin), lo, hi, [note] if note else []
+        margins = self._margins()
+        if isinstance(self.margin, tuple) and layer >= len(margins):
+            self.check_layers(layer + 1)
+        margin = margins[layer] if isinstance(self.margin, tuple) else margins[0]
+        return as_float32("margin", margin), lo, hi, [note] if note else []
 
     def _swap(self, scene, numbers):
         return rules.swap(scene.scores_TE, scene.own_TK, scene.slot_E, numbers.value, numbers.lo, numbers.hi)
@@ -53,7 +71,8 @@ class _Margin(RuledPolicy):
 class MarginSwap(_Margin):
     """A cold pick in the tail gives way to the best resident not picked, if that is at most `margin` worse.
 
-    margin: score units, any finite number. ranks: (lo, hi), 0-based, inclusive; None is the last 40% of K.
+    margin: score units, any finite number, or a tuple with one for each layer. ranks: (lo, hi), 0-based, inclusive;
+    None is the last 40% of K.
     """
 
     def _pick(self, scene, numbers):
@@ -124,7 +143,7 @@ class AdditiveBias(_Protect):
         super().__post_init__()
         as_float32("beta", self.beta)
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         protect, notes = self._protected(rule)
         return as_float32("beta", self.beta), protect, -1, notes
 
@@ -150,7 +169,7 @@ class CachePrior(_Protect):
         super().__post_init__()
         as_float32("strength", self.strength)
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         protect, notes = self._protected(rule)
         return as_float32("strength", self.strength), protect, -1, notes
 
@@ -173,7 +192,7 @@ class MaxRank(_Protect):
         super().__post_init__()
         _whole("max_rank", self.max_rank, 0)
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         protect, notes = self._protected(rule)
         return 0.0, protect, min(self.max_rank, 2**31 - 1), notes
 
@@ -193,7 +212,7 @@ class CumulativeMass(_Protect):
         if not 0.0 <= as_float32("mass", self.mass) <= 1.0:
             raise PolicyError(f"`mass` must be 0 to 1. Got {self.mass!r}.")
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         protect, notes = self._protected(rule)
         return as_float32("mass", self.mass), protect, -1, notes
 
@@ -212,7 +231,7 @@ class DropCold(RuledPolicy):
     def __post_init__(self) -> None:
         as_float32("weight", self.weight)
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         return as_float32("weight", self.weight), 0, -1, []
 
     def _pick(self, scene, numbers):
@@ -229,7 +248,7 @@ class FewerPicks(RuledPolicy):
     def __post_init__(self) -> None:
         _whole("k", self.k, 1)
 
-    def numbers(self, rule: RouterRule) -> tuple[float, int, int, list[str]]:
+    def numbers(self, rule: RouterRule, layer: int = 0) -> tuple[float, int, int, list[str]]:
         if self.k <= rule.top_k:
             return 0.0, self.k, -1, []
         return 0.0, rule.top_k, -1, [f"k {self.k} is {rule.top_k}: a row has {rule.top_k} picks"]
