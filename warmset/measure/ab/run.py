@@ -1,0 +1,96 @@
+"""Runs the legs that are missing, one at a time, and keeps the record whole after each of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from warmset.config import shown
+from warmset.errors import WarmsetError
+from warmset.measure.ab.analysis import analyse
+from warmset.measure.ab.leg import run_arm
+from warmset.measure.ab.plan import Plan
+from warmset.measure.record import make_record, read_record
+from warmset.profile import write_atomically
+
+NAME = "ab"
+Told = Callable[[dict[str, Any], int, int], None]
+"""Told of each leg as it ends: the leg, how many are done, how many there are."""
+
+
+def new_record(plan: Plan) -> dict[str, Any]:
+    """The record of an experiment before its first leg. The GPU is named by the legs: asking for it here would take
+    memory on it."""
+    return make_record(
+        name=NAME, config=plan.config(), results={"legs": [], "runs": 0}, tests="green", gpu=lambda: None
+    )
+
+
+def read_record_of_pairs(path: Path) -> dict[str, Any]:
+    """The record to continue; WarmsetError where the file is none."""
+    record = read_record(path)
+    if record.get("name") != NAME or not isinstance(record["results"].get("legs"), list):
+        raise WarmsetError(f"{path} is no record of matched pairs.")
+    return record
+
+
+def check_same(recorded: dict[str, Any], plan: Plan, path: Path) -> None:
+    """Refuse to continue a record of another experiment; WarmsetError names the first thing that differs."""
+    _compare(recorded, json.loads(json.dumps(plan.config())), path, "")
+
+
+def _compare(recorded: Any, asked: Any, path: Path, key: str) -> None:
+    if isinstance(recorded, dict) and isinstance(asked, dict):
+        for name in sorted({*recorded, *asked}):
+            _compare(recorded.get(name), asked.get(name), path, f"{key}.{name}".lstrip("."))
+    elif recorded != asked:
+        raise WarmsetError(
+            f"{path} is of another experiment: {key} is {shown(recorded)} there and {shown(asked)} here."
+        )
+
+
+def run_legs(plan: Plan, record: dict[str, Any], path: Path | None, told: Told) -> dict[str, Any]:
+    """Run what is missing and return the record; where it stops, the record on disk holds every leg that ended.
+
+    A leg that failed is not tried again: its pair is dropped. A pair whose legs ran in two calls is kept and counted.
+    """
+    legs = record["results"]["legs"]
+    schedule = plan.legs()
+    if len(legs) < len(schedule):
+        record["results"]["runs"] += 1
+    save(record, path)
+    for pair, place, arm in schedule[len(legs) :]:
+        numbers = plan.prompt_numbers(pair)
+        job = {
+            "prompts": [plan.prompts.texts[number] for number in numbers],
+            "max_new_tokens": plan.max_new_tokens,
+        }
+        found = run_arm(plan.arms[arm], job)
+        head = {
+            "pair": pair,
+            "place": place,
+            "arm": arm,
+            "run": record["results"]["runs"],
+            "prompts": numbers,
+        }
+        legs.append({**head, **found})
+        record["gpu"] = record["gpu"] or found.get("gpu")
+        conclude(record)
+        save(record, path)
+        told(legs[-1], len(legs), len(schedule))
+    conclude(record)
+    save(record, path)
+    return record
+
+
+def conclude(record: dict[str, Any]) -> None:
+    """Put the analysis of the legs so far into the record, which is red where arms that must agree do not."""
+    record["results"].update(analyse(record["config"], record["results"]["legs"]))
+    record["tests"] = "red" if record["results"]["same_work"]["proven"] is False else "green"
+
+
+def save(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
