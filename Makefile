@@ -11,7 +11,7 @@ TOKENS ?= 150
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: run test test-slow test-gpu check fix wheel clean
+.PHONY: run test test-slow test-gpu check fix docs-figures wheel clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed. Got " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
@@ -42,6 +42,10 @@ check: $(STAMP)
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Tables and pictures of docs/price.md, measured anew: about an hour on two quiet cores.
+docs-figures: $(STAMP)
+	$(BIN)/python docs/price_figures.py
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -14,6 +14,8 @@ from warmset.routing import Policy
 def open_engine(
     folder: Path | str, slots: str | int, policy: Policy | None = None, **settings
 ) -> TokenEngine:
+    """An engine whose slots stay as they were filled, unless `admission` says otherwise."""
+    settings = {"admission": "off", **settings}
     config = EngineConfig(model=str(folder), slots=SlotsRequest(text=str(slots)), device="cpu", **settings)
     return TokenEngine(config, policy)
 

@@ -20,11 +20,16 @@ ORDER = [
     "config",
     "models",
     "checkpoint",
+    "disk",
     "store",
     "memory",
     "plan",
+    "copies",
+    "landing",
     "slots",
     "profile",
+    "admission",
+    "residency",
     "routing",
     "kernels",
     "route_rows",
@@ -32,11 +37,22 @@ ORDER = [
     "device_experts",
     "experts",
     "router",
+    "recurrent",
     "model",
+    "noise",
     "sample",
+    "states",
+    "draft",
+    "mtp",
+    "drafting",
+    "depth",
+    "graph",
     "window",
+    "conversation",
+    "answer",
     "engine",
     "text",
+    "auto_policy",
     "measure",
     "cli",
     "__main__",
@@ -82,8 +98,8 @@ def test_every_part_has_a_place_in_the_order():
 
 PUBLIC = """
 AdditiveBias CachePrior CheckpointError CumulativeMass DropCold Engine EngineConfig Exact FewerPicks MarginSwap
-MaxRank Policy PolicyError RandomSwap ResidentOnly Routed RouterRule RowError SamplingConfig WarmsetError WindowJoint
-__version__ parse_policy route
+MaxRank Policy PolicyError RandomSwap ResidentOnly Routed RouterRule RowError SamplingConfig WarmsetError
+WindowJoint __version__ as_windows parse_policy price route
 """.split()
 
 
@@ -93,14 +109,25 @@ def test_public_names():
 
 
 FLAGS = {
-    "generate": "--admission --device --dtype --json --max-model-len --max-new-tokens --min-p --policy --profile "
-    "--prompt --ranks --revision --route-kernel --route-resident --seed --slots --stages --stats --temperature "
-    "--top-k --top-p --vram",
+    "generate": "--admission --chat --device --draft --draft-model --dtype --frequency-penalty --json --learn "
+    "--logprobs --max-model-len --max-new-tokens --min-p --num-speculative-tokens --policy "
+    "--presence-penalty --profile --prompt --ranks --repetition-penalty --revision --route-kernel "
+    "--route-resident --seed --slots --stages --stats --stop --temperature --top-k --top-p --vram "
+    "--window",
+    "ab": "--a --a-python --b --b-python --drift --effect --json --markdown --max-new-tokens --noise --null --order "
+    "--pairs --plot --power --prompts --resume --samples --seed --simulate",
+    "ab-leg": "",
+    "price": "--budget-kl --calibration --calibration-positions --controls --device --dtype --free --json --margins "
+    "--plot --policies --policy --policy-file --positions --profile --ranks --records --residency --resume "
+    "--revision --seed --simulate-residency --slots --text --window",
     "env": "--json",
     "parity": "--cases --device --json --seed",
     "bench kernels": "--cases --json --trace",
     "bench check": "--bars --json",
-    "bench window": "--cold-experts --device --json --part --rows --shape --tiles",
+    "bench machine": "--folder --json --part --rounds --size",
+    "bench window": "--cold-experts --device --json --part --route-resident --rows --shape --slots --tiles --trace",
+    "bench decode": "--device --json --rounds --tokens --windows",
+    "stages": "--json",
 }
 
 

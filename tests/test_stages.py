@@ -59,13 +59,13 @@ def test_a_sleep_shows_in_its_own_row_alone(checkpoints, prompt_ids, stage, find
 def test_a_sleep_in_the_slow_tier_is_cold_wait(checkpoints, prompt_ids):
     engine = open_engine(checkpoints["qwen4_exp"], "0")
     before = least_of(engine, prompt_ids)
-    read = engine.store.read
+    begin = engine.store.begin
 
     def slow(layer, expert, out):
         time.sleep(DELAY_SEC / 8)  # 2 layers x 4 picks a window
-        read(layer, expert, out)
+        return begin(layer, expert, out)
 
-    engine.store.read = slow
+    engine.store.begin = slow
     after = least_of(engine, prompt_ids)
     grown = {name: after[name] - before[name] for name in STAGES}
     assert grown["cold wait"] > 4.9 and all(ms < 2.5 for name, ms in grown.items() if name != "cold wait"), (

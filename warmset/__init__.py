@@ -39,6 +39,8 @@ _PUBLIC = {
     "ResidentOnly": "warmset.routing",
     "RandomSwap": "warmset.routing",
     "route": "warmset.route_rows",
+    "price": "warmset.measure.price",
+    "as_windows": "warmset.measure.price",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -18,34 +18,28 @@ from typing import Any
 import torch
 
 from warmset import checkpoint as ckpt
-from warmset import model, plan, profile
-from warmset.config import EngineConfig, Resolved, SamplingConfig, shown
+from warmset import drafting, model, plan, profile
+from warmset.answer import Answer, Run, Watch
+from warmset.config import MAX_WINDOW_ROWS, EngineConfig, Resolved, SamplingConfig, shown
+from warmset.conversation import Conversation
+from warmset.depth import Depth
 from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes, open_arena, why_not
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
+from warmset.landing import staging_bytes
 from warmset.models import BUILTIN, BUILTIN_PROFILES, find_model
+from warmset.residency import Residency
 from warmset.router import Routing
 from warmset.routing import Policy, describe
-from warmset.sample import sample_token
+from warmset.sample import Sampler
 from warmset.slots import AddressTable, Slots
 from warmset.stages import StageClock
-from warmset.store import ArenaStore, FileStore, Store
+from warmset.store import FileStore, Store
 from warmset.window import PROMPT_CHUNK_ROWS, WindowRunner
 
 Progress = Callable[[str, int, int], None]
 ACTIVATIONS_A_ROW = 32
 """Hidden-sized vectors a row that a layer holds at once, with room to spare: streams, heads, shared expert."""
-
-
-@dataclass(kw_only=True)
-class Run:
-    """The figures of one answer, filled while it is made; times in ms."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prompt_ms: float = 0.0
-    decode_ms: float = 0.0
-    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +54,7 @@ class Prepared:
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+    drafting: drafting.Drafting
 
 
 def prepare(config: EngineConfig) -> Prepared:
@@ -87,6 +82,9 @@ def prepare(config: EngineConfig) -> Prepared:
                 f"vram is for CUDA devices: on the {device.type} give slots. Got {config.vram!r}."
             )
     config.slots.resolve(experts_total=experts.num_layers * experts.num_experts, fitting=0, fitting_why="")
+    if config.learn is not None:
+        profile.profile_to_extend(Path(config.learn), identity_of(config.model, experts, checkpoint))
+    dtype = _resolve_dtype(config.dtype, device, experts.layout.dtype)
     return Prepared(
         folder=folder,
         checkpoint=checkpoint,
@@ -95,7 +93,8 @@ def prepare(config: EngineConfig) -> Prepared:
         covered=covered,
         max_model_len=max_model_len,
         device=device,
-        dtype=_resolve_dtype(config.dtype, device, experts.layout.dtype),
+        dtype=dtype,
+        drafting=drafting.resolve(config, checkpoint, dtype),
     )
 
 
@@ -134,10 +133,7 @@ class TokenEngine:
         self._progress = progress
         self._answering = threading.Lock()
         self._closed = False
-        if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
-            raise WarmsetError(
-                f"policy must be an object with a method `route`, or None. Got {shown(policy)}."
-            )
+        check_policy(policy)
         if config.route_kernel != "fused" and self.prepared.device.type == "cpu":
             self.notes.append(
                 f"route_kernel {config.route_kernel} is for GPUs: on the CPU plain torch routes."
@@ -152,7 +148,6 @@ class TokenEngine:
             prepared.checkpoint,
             prepared.config,
             prepared.covered,
-            set(experts.modules),
             prepared.dtype,
             device,
         )
@@ -168,24 +163,77 @@ class TokenEngine:
             num_layers=experts.num_layers,
             num_experts=experts.num_experts,
             device=device,
+            checked=self.config.check_slots,
         )
-        chosen = self._choose_residents()
+        chosen = self.choose_residents(self.num_slots.value)
         self.slots.fill(chosen, self.store, self._reporter("filling slots"))
-        self.store.bytes_read = 0
+        self.store.reset_counts()
         activation = model.activation_of(trunk, layers)
-        kernels = self._device_experts(activation)
+        kernels = self._device_experts(self.slots, self.store, activation)
         runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
         routing = Routing(
             self.policy,
             self.rule,
             self.slots.device_table_LE,
-            max_rows=1,
+            max_rows=MAX_WINDOW_ROWS,
             form=self.config.route_kernel,  # type: ignore[arg-type]  # checked by the config
         )
         self.notes.extend(routing.notes)
         model.install(trunk, layers, runner, routing, self.clock)
         self.runner = runner
         self.windows = WindowRunner(trunk, runner, routing, self.clock)
+        self.windows.residency = self.residency = self._open_residency()
+        self._open_draft(trunk)
+
+    def _open_residency(self) -> Residency:
+        residency = Residency(
+            self.slots,
+            self.store,
+            self.config.admission,
+            learned=self.learned,
+            picks_a_row=self.prepared.experts.num_layers * self.rule.top_k,
+        )
+        self._learner: profile.Learner | None = None
+        if self.config.learn is not None:
+            identity = self.identity()
+            start = profile.profile_to_extend(Path(self.config.learn), identity)
+            self._learner = profile.Learner(identity, start, text="answers")
+            residency.listeners.append(self._learner.add)
+        return residency
+
+    def refill(self) -> None:
+        """Slots as at the start, and admission with nothing learned, so that the legs of a measurement begin alike."""
+        self.residency.settle()
+        self.slots.fill(self.choose_residents(self.num_slots.value), self.store)
+        self.store.reset_counts()
+        self.windows.residency = self.residency = self._open_residency()
+
+    def _save_learned(self) -> None:
+        if self._learner is not None and self.config.learn is not None:
+            profile.save_profile(self._learner.profile(), Path(self.config.learn))
+
+    def _open_draft(self, trunk: Any) -> None:
+        prepared, wanted = self.prepared, self.prepared.drafting
+        rows = wanted.rows
+        if rows > 1 and self.windows.one_row_because is not None:
+            self.notes.append(f"Windows have one row: {self.windows.one_row_because}.")
+            wanted = drafting.Drafting(rows=1, source="none", why=self.windows.one_row_because)
+        elif rows < (self.config.window or 1):
+            self.notes.append(f"Windows have one row: {wanted.why}.")
+        self.drafting = wanted
+        self.draft = drafting.open_draft(
+            wanted,
+            checkpoint=prepared.checkpoint,
+            trunk=trunk,
+            dtype=prepared.dtype,
+            device=prepared.device,
+            max_model_len=prepared.max_model_len,
+            make_kernels=self._device_experts,
+        )
+        self.depth = Depth(wanted.rows, adapt=self.config.adapt)
+        if self.draft.wants_hidden:
+            self.windows.on_rows = self.draft.see
+        self.conversation = Conversation(self.windows, self.draft, self.config.snapshot_bytes)
 
     def _reporter(self, what: str) -> Callable[[int, int], None] | None:
         progress = self._progress
@@ -218,10 +266,10 @@ class TokenEngine:
         weights = {parameter.data_ptr(): parameter.nbytes for parameter in trunk.parameters()}
         on_gpu = self.prepared.device.type == "cuda"
         return plan.Needs(
-            weights=sum(weights.values()),
+            weights=sum(weights.values()) + self.prepared.drafting.extra_bytes,
             cache=self._cache_bytes(trunk),
             prompt=prompt,
-            window=window if on_gpu else layout.nbytes,
+            window=window if on_gpu else staging_bytes(self.prepared.experts.layout, layout),
             max_model_len=self.prepared.max_model_len,
         )
 
@@ -235,21 +283,34 @@ class TokenEngine:
         keys_and_values = 2 * heads * head_dim * self.prepared.dtype.itemsize * self.prepared.max_model_len
         state = getattr(config, "linear_num_value_heads", 0) or 0
         state *= getattr(config, "linear_key_head_dim", 0) * getattr(config, "linear_value_head_dim", 0) * 4
-        return attention * keys_and_values + (len(kinds) - attention) * state
+        recurrent = len(kinds) - attention
+        # A window keeps the state after each of its rows, the conversation earlier ones.
+        states = recurrent * state * (1 + self.prepared.drafting.rows)
+        kept = self.config.snapshot_bytes if recurrent else 0
+        attention += self.prepared.drafting.source == "mtp"
+        return attention * keys_and_values + states + kept
 
     def _open_store(self) -> Store:
-        files = FileStore(self.prepared.experts)
-        if self.prepared.device.type == "cpu":
+        device, experts = self.prepared.device, self.prepared.experts
+        files = FileStore(experts)
+        if device.type == "cpu":
+            return files
+        arena_bytes = (
+            experts.num_layers * experts.num_experts * experts.layout.with_dtype(self.prepared.dtype).nbytes
+        )
+        tier = plan.choose_slow_tier(arena_bytes)
+        self.notes.append(f"Cold experts: {tier.why}.")
+        if tier.value == "disk":
             return files
         report = self._reporter("filling the host arena")
-        arena, notes = open_arena(files, self.prepared.device, self.prepared.dtype, progress=report)
+        arena, notes = open_arena(files, device, self.prepared.dtype, progress=report)
         files.close()
         self.notes.extend(notes)
         return arena
 
-    def _device_experts(self, activation: Callable) -> DeviceExperts | None:
+    def _device_experts(self, slots: Slots, store: Store, activation: Callable) -> DeviceExperts | None:
         """The kernels, or None for plain torch; on a GPU the reason is said."""
-        if not isinstance(self.store, ArenaStore):
+        if self.prepared.device.type == "cpu":
             return None
         reason = why_not(self.prepared.device, activation)
         if reason is not None:
@@ -257,83 +318,96 @@ class TokenEngine:
             return None
         name = activation_name(activation)
         assert name is not None
-        table = AddressTable(self.slots, self.store)
-        return DeviceExperts(self.slots, self.store, table, name, self.clock)
+        table = AddressTable(slots, store)
+        return DeviceExperts(slots, store, table, name, self.clock)
 
-    def _choose_residents(self) -> list[tuple[int, int]]:
-        experts, count = self.prepared.experts, self.num_slots.value
+    def choose_residents(self, count: int) -> list[tuple[int, int]]:
+        """The (layer, expert) pairs that fill `count` slots when an engine starts, by the profile if there is one."""
+        experts = self.prepared.experts
+        self.learned: profile.Profile | None = None
         path: str | Path | None = self.config.profile
         if path is None:
             path = BUILTIN_PROFILES.get(self.config.model)
         if path is not None:
             learned, reason = profile.load_profile(Path(path), self.identity())
             if learned is not None:
+                self.learned = learned
                 self.residents_from = f"profile {Path(path).name}"
                 return learned.hottest(count)
             self.notes.append(f"Starting without the learned profile: {reason}.")
         self.residents_from = "no profile: spread evenly"
         return profile.spread_evenly(experts.num_layers, experts.num_experts, count)
 
+    def use_policy(self, policy: Policy | None) -> None:
+        """Route the windows that follow by this policy; None is off. Nothing of the old one's is kept."""
+        check_policy(policy)
+        if self._answering.locked():
+            raise WarmsetError("This engine is answering: its policy changes between answers.")
+        self.windows.routing.use(policy)
+        self.policy = policy
+        self.conversation.forget()
+
     def identity(self) -> profile.Identity:
         experts = self.prepared.experts
-        return profile.Identity(
-            model=self.config.model,
-            num_layers=experts.num_layers,
-            num_experts=experts.num_experts,
-            fingerprint=self.prepared.checkpoint.fingerprint(),
-        )
+        return identity_of(self.config.model, experts, self.prepared.checkpoint)
 
     def decode(
-        self, prompt_ids: list[int], sampling: SamplingConfig, stop_ids: frozenset[int] = frozenset()
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        stop_ids: frozenset[int] = frozenset(),
+        watch: Watch | None = None,
     ) -> Iterator[int]:
-        """Yield new token ids one by one; `self.run` and `stats()` hold the figures. Counters start at zero."""
+        """Yield new token ids one by one; `self.run` and `stats()` hold the figures. Counters start at zero.
+
+        watch: told of each token as it is drawn; when it returns True the answer ends with that token.
+        """
         limit = self.prepared.max_model_len
         check_prompt(len(prompt_ids), limit)
-        self._check_ids(prompt_ids)
+        self._check_ids(prompt_ids, "prompt ids")
+        self._check_ids(list(sampling.logit_bias), "logit_bias ids")
         if self._closed:
             raise WarmsetError("This engine is closed.")
         if not self._answering.acquire(blocking=False):
             raise WarmsetError("This engine is already answering: it makes one answer at a time.")
         try:
-            yield from self._decode(prompt_ids, sampling, stop_ids, limit)
+            yield from self._decode(prompt_ids, sampling, stop_ids, watch)
         finally:
             self._answering.release()
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int], name: str) -> None:
         size = getattr(self.prepared.config, "vocab_size", None)
         for token in ids:
             if not isinstance(token, int) or token < 0 or (size is not None and token >= size):
-                raise WarmsetError(f"prompt ids must be 0 to {size - 1 if size else '...'}. Got {token!r}.")
+                raise WarmsetError(f"{name} must be 0 to {size - 1 if size else '...'}. Got {token!r}.")
 
     def _decode(
-        self, prompt_ids: list[int], sampling: SamplingConfig, stop_ids: frozenset[int], limit: int
+        self, prompt_ids: list[int], sampling: SamplingConfig, stop_ids: frozenset[int], watch: Watch | None
     ) -> Iterator[int]:
         self.windows.reset_counts()
-        self.store.bytes_read = 0
+        self.store.reset_counts()
+        self.residency.reset_counts()
         self.run = run = Run(prompt_tokens=len(prompt_ids))
+        answer = Answer(
+            self.windows,
+            self.draft,
+            self.depth,
+            Sampler(sampling, seen=set(prompt_ids)),
+            self.clock,
+            run,
+            stop_ids=stop_ids,
+            max_model_len=self.prepared.max_model_len,
+            watch=watch,
+        )
         start = time.perf_counter()
-        sequence = self.windows.start()
-        logits_V = self.windows.read_prompt(sequence, prompt_ids)
-        token = sample_token(logits_V, sampling, sequence.length)
-        run.prompt_ms = 1e3 * (time.perf_counter() - start)
-        while True:
-            if token in stop_ids:
-                run.finish_reason = "stop"
-                return
-            run.new_tokens += 1
-            if run.new_tokens >= sampling.max_new_tokens or sequence.length + 1 >= limit:
-                run.finish_reason = "length"
-                yield token
-                return
-            yield token
-            start = time.perf_counter()
-            if self._closed:
-                raise WarmsetError("This engine was closed while it answered.")
-            with self.clock.window():
-                logits_V = self.windows.step(sequence, token)
-                with self.clock.stage("sample"):
-                    token = sample_token(logits_V, sampling, sequence.length)
-            run.decode_ms += 1e3 * (time.perf_counter() - start)
+        sequence, logits_V, run.cached_tokens = self.conversation.read(prompt_ids)
+        try:
+            drawn = answer.first(sequence, logits_V)
+            run.prompt_ms = 1e3 * (time.perf_counter() - start)
+            yield from answer.tokens(sequence, drawn, lambda: self._closed)
+        finally:
+            self.conversation.keep(sequence)
+            self._save_learned()
 
     def stats(self) -> dict[str, Any]:
         """The figures of the last answer under the names of `generate --json`; unknown is None."""
@@ -344,12 +418,13 @@ class TokenEngine:
         routing = counts.routing()
         return {
             "prompt_tokens": run.prompt_tokens,
+            "cached_tokens": run.cached_tokens,
             "new_tokens": run.new_tokens,
             "finish_reason": run.finish_reason,
             "windows": windows,
-            "accepted_per_window": 1.0 if windows else None,
+            "accepted_per_window": counts.rows / windows if windows else None,
             "ms_per_window": stages.get("total", mean_ms),
-            "tokens_per_sec": 1e3 * windows / run.decode_ms if windows else None,
+            "tokens_per_sec": 1e3 * counts.rows / run.decode_ms if windows else None,
             "prompt_ms": run.prompt_ms,
             "device": str(self.prepared.device),
             "dtype": str(self.prepared.dtype).removeprefix("torch."),
@@ -360,7 +435,22 @@ class TokenEngine:
             "max_model_len": self.prepared.max_model_len,
             "bytes_fast": reads.bytes_fast,
             "bytes_slow": self.store.bytes_read,
-            "routing": {"policy": "off" if self.policy is None else describe(self.policy), **routing},
+            "read_ms": self.store.read_ms,
+            "admission": self.residency.stats(),
+            "routing": {
+                "policy": "off" if self.policy is None else describe(self.policy),
+                **routing,
+                "verified": counts.verified_routing(),
+            },
+            "drafts": {
+                "source": self.drafting.source,
+                "source_why": self.drafting.why,
+                "most_rows": self.drafting.rows,
+                "rows": self.depth.rows,
+                "rows_why": self.depth.why,
+                "verified_rows": counts.verified_rows,
+                **run.drafts(),
+            },
             "cold_experts_per_layer_window": (
                 reads.cold_experts / reads.layer_windows if reads.layer_windows else None
             ),
@@ -371,6 +461,7 @@ class TokenEngine:
     def close(self) -> None:
         """Let go of files and pinned memory; the engine answers nothing afterwards."""
         self._closed = True
+        self.residency.close()
         self.store.close()
 
     def __enter__(self) -> TokenEngine:
@@ -378,6 +469,22 @@ class TokenEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def identity_of(name: str, experts: ckpt.ExpertMap, checkpoint: ckpt.Checkpoint) -> profile.Identity:
+    """What a profile of this model must say it is of."""
+    return profile.Identity(
+        model=name,
+        num_layers=experts.num_layers,
+        num_experts=experts.num_experts,
+        fingerprint=checkpoint.fingerprint(),
+    )
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse what is neither a routing policy nor None."""
+    if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
+        raise WarmsetError(f"policy must be an object with a method `route`, or None. Got {shown(policy)}.")
 
 
 def check_prompt(num_tokens: int, max_model_len: int) -> None:

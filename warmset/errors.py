@@ -24,7 +24,11 @@ class PolicyError(WarmsetError):
 
 
 class RowError(WarmsetError):
-    """A row has fewer than K experts with a score above -inf, so the window was discarded."""
+    """A row has fewer than K experts with a score above -inf, so the window was discarded; `row` is its number."""
+
+    def __init__(self, message: str, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 def first_line(error: BaseException) -> str:

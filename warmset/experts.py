@@ -1,10 +1,11 @@
 """Runs the picked experts: on a GPU by the kernels of `device_experts`, elsewhere in plain torch, as follows.
 
-Resident experts run from their slots, cold ones through one staging buffer. The picks of all rows are grouped by
-distinct expert, so a cold expert is read once however many rows picked it. A pick of -1 or E is padding: no slot is
-looked up and it adds nothing. The weighted sum goes in rank order, in float32. Resident and cold experts run the
-same operation on matrices of the same alignment, so the result does not depend on where an expert lies. Knows no
-router, no policy and no model.
+Resident experts run from their slots, cold ones from staging: the first of a layer's cold experts are being read
+together while the residents run, and each place is filled again as soon as its expert has run. The picks of all rows
+are grouped by distinct expert, so a cold expert is read once however many rows picked it. A pick of -1 or E is
+padding: no slot is looked up and it adds nothing. The weighted sum goes in rank order, in float32. Resident and cold
+experts run the same operation on matrices of the same alignment, so the result does not depend on where an expert
+lies. Knows no router, no policy and no model.
 
     x_TH        [T, H]   hidden states, compute dtype
     ids_TK      [T, K]   int, expert of each pick
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from warmset.copies import Staging
 from warmset.device_experts import DeviceExperts
-from warmset.slots import Slots, Staging
+from warmset.landing import num_stagings
+from warmset.slots import Slots
 from warmset.stages import StageClock
 from warmset.store import Store
 
@@ -59,7 +62,7 @@ class ExpertRunner:
         self._counts = ReadCounts()
         self._activation = activation
         self._clock = clock
-        self._staging = Staging(store.layout, slots.layout, slots.device)
+        self._stagings: list[Staging] = []
 
     @property
     def counts(self) -> ReadCounts:
@@ -85,19 +88,37 @@ class ExpertRunner:
         num_rows, top_k = ids_TK.shape
         out_PH = x_TH.new_zeros(num_rows * top_k, x_TH.shape[1])
         resident, cold = self._split(layer, _groups(ids_TK, self.store.num_experts))
+        stagings: list[Staging] = []
+        if cold:
+            with self._clock.stage("cold wait"):
+                stagings = self._begin_first(layer, cold)
         with self._clock.stage("resident experts"):
             for group in resident:
                 views = self.slots.views(self.slots.slot_of(layer, group.expert))
                 self._run_one(views, group, x_TH, top_k, out_PH)
         if cold:
             with self._clock.stage("cold wait"):
-                for group in cold:
-                    self._staging.load(self.store, layer, group.expert)
-                    self._run_one(self._staging.views, group, x_TH, top_k, out_PH)
+                for number, group in enumerate(cold):
+                    staging = stagings[number % len(stagings)]
+                    staging.arrive()
+                    self.store.bytes_read += self.store.layout.payload_bytes
+                    self._run_one(staging.views, group, x_TH, top_k, out_PH)
+                    if number + len(stagings) < len(cold):
+                        staging.begin(self.store, layer, cold[number + len(stagings)].expert)
         self._counts.layer_windows += 1
         self._add(len(resident), len(cold))
         with self._clock.stage("combine"):
             return _combine(out_PH.view(num_rows, top_k, -1), weights_TK)
+
+    def _begin_first(self, layer: int, cold: list[_Group]) -> list[Staging]:
+        """Start to read as many cold experts as there may be staging for; one place for each."""
+        count = min(len(cold), num_stagings(self.slots.layout.nbytes))
+        while len(self._stagings) < count:
+            self._stagings.append(Staging(self.store, self.slots.layout, self.slots.device))
+        stagings = self._stagings[:count]
+        for staging, group in zip(stagings, cold, strict=False):
+            staging.begin(self.store, layer, group.expert)
+        return stagings
 
     def _split(self, layer: int, groups: list[_Group]) -> tuple[list[_Group], list[_Group]]:
         resident = [group for group in groups if self.slots.slot_of(layer, group.expert) >= 0]

@@ -7,7 +7,7 @@ checkpoint and nothing of transformers' modelling code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,22 +57,33 @@ class Routing:
         max_rows: int,
         form: dispatch.Form = "fused",
     ) -> None:
-        self.policy: Policy = Exact() if policy is None else policy
+        self._rule = rule
         self._form = form
-        self._plain_reason = dispatch.torch_reason(self.policy, rule, slot_LE.shape[1], slot_LE.device, form)
+        self._max_rows = max_rows
         self.slot_LE = slot_LE
         self.acts = False
         self.made: list[Routed] = []
         self.kept_logits: list[torch.Tensor] | None = None
         self.position_T = torch.zeros(max_rows, dtype=torch.int64, device=slot_LE.device)
-        num_layers, device = slot_LE.shape[0], slot_LE.device
+        self.static = False
+        """Whether a window runs that no host may look into: rows in error stay in `made`, and nobody raises."""
+        self.real_T: torch.Tensor | None = None
+        """bool [T]: rows that are no padding, in such a window; None where all are real."""
+        self.use(policy)
+
+    def use(self, policy: Policy | None) -> None:
+        """Route the windows that follow by this policy, which has learned nothing yet; None is off."""
+        num_layers, num_experts = self.slot_LE.shape
+        device, rule = self.slot_LE.device, self._rule
+        self.policy: Policy = Exact() if policy is None else policy
+        self._plain_reason = dispatch.torch_reason(self.policy, rule, num_experts, device, self._form)
         make_table = getattr(self.policy, "table", None)
         self.table: PolicyTable | None = None
         if make_table is not None:
             self.table = make_table(rule, num_layers=num_layers, device=device)
         self.means: RangeMeans | None = None
         if isinstance(self.policy, CachePrior):
-            self.means = RangeMeans(num_layers, max_rows, device)
+            self.means = RangeMeans(num_layers, self._max_rows, device)
 
     @property
     def notes(self) -> list[str]:
@@ -88,6 +99,22 @@ class Routing:
         self.made = []
         self.position_T[: len(positions)] = torch.tensor(positions)
 
+    def begin_static(self, position_T: torch.Tensor, real_T: torch.Tensor | None) -> None:
+        """As `begin`, without the host: positions int64 [T] on the device, and which rows are real."""
+        self.acts = self.static = True
+        self.made = []
+        self.real_T = real_T
+        self.position_T[: len(position_T)].copy_(position_T)
+
+    def end_static(self) -> None:
+        """The forward is over; `made` stays."""
+        self.static, self.real_T = False, None
+
+    @property
+    def runs_in_torch(self) -> bool:
+        """Whether no kernel routes by this policy on this device."""
+        return self._plain_reason is not None
+
     def route(self, layer: MoeLayer, logits_TE: torch.Tensor) -> Routed:
         num_rows = logits_TE.shape[0]
         if self.kept_logits is not None:
@@ -101,6 +128,8 @@ class Routing:
                 self.means.observe_range(layer.index, routed.range_T)
             else:
                 self.means.observe(layer.index, selection_scores(logits_TE, layer.rule))
+        if self.real_T is not None:
+            routed = replace(routed, ids_TK=routed.ids_TK.masked_fill(~self.real_T[:, None], -1))
         self.made.append(routed)
         return routed
 
@@ -153,21 +182,25 @@ class WarmRouter(nn.Module):
         self.layer = layer
         self._routing = routing
 
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The model's own logits [T, E]."""
+        return F.linear(x_TH, self.original.weight)
+
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(logits [T, E], weights [T, K] in the logits' dtype, ids [T, K] int32), as the original returns."""
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits_TE = F.linear(x_TH, self.original.weight)
+        logits_TE = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
         if self._routing.acts:
             routed = self._routing.route(self.layer, logits_TE)
             ids_TK, weights_TK, error_T = routed.ids_TK, routed.weights_TK, routed.error_T
         else:
             ids_TK, error_T = router_pick(selection_scores(logits_TE, self.layer.rule), self.layer.rule.top_k)
             weights_TK = weights_of(ids_TK, logits_TE, self.layer.rule)
-        if bool(error_T.any()):  # host sync: a row in error ends the window
+        if not self._routing.static and bool(error_T.any()):  # host sync: a row in error ends the window
             row = int(error_T.nonzero()[0])
             raise RowError(
                 f"Layer {self.layer.index}, row {row}: fewer than {self.layer.rule.top_k} experts have a score "
-                "above -inf, so the window was discarded."
+                "above -inf, so the window was discarded.",
+                row,
             )
         return logits_TE, weights_TK.to(logits_TE.dtype), ids_TK
 

@@ -11,6 +11,7 @@ is over.
     resident experts picked experts that lie in slots
     cold wait        reading cold experts from the slow tier, and running them
     combine          weighted sum over the picks
+    draft            drafts for the rows after the first
     embed, head, sample, commit, gap
 """
 
@@ -32,6 +33,7 @@ STAGES = (
     "resident experts",
     "cold wait",
     "combine",
+    "draft",
     "head",
     "sample",
     "commit",

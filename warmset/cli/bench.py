@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,6 @@ from .common import (
     command_group,
     emit_json,
     number,
-    parse_list,
     show_table,
 )
 
@@ -72,44 +70,4 @@ def bench_check(
                 typer.echo(f"{result.name}: {result.verdict}: {result.why}")
     emit_json({"bars": [vars(result) for result in results]}, json_path)
     if any(result.fails for result in results):
-        raise typer.Exit(1)
-
-
-@bench.command("window")
-def bench_window(
-    part: Annotated[str, typer.Option("--part", help="experts: the expert part alone.")] = "experts",
-    shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME", help="qwen3-next-80b, or tiny for a rehearsal.")
-    ] = "qwen3-next-80b",
-    rows: Annotated[str, typer.Option("--rows", metavar="N,N", help="Rows of a window.")] = "1,4,8",
-    cold_experts: Annotated[
-        str, typer.Option("--cold-experts", metavar="X,X", help="Cold experts a layer, spread evenly.")
-    ] = "0.63,1.87",
-    tiles: Annotated[
-        str | None, typer.Option("--tiles", metavar="NAME", help="Block sizes of the kernels.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N")] = "auto",
-    json_path: JsonOption = None,
-) -> None:
-    """A decode window's expert part beside its floors; exit 1 when a part failed."""
-    from warmset.config import require
-    from warmset.engine import resolve_device
-    from warmset.measure.window import run_bench, save_record, window_table
-
-    check_writable(json_path)
-    require(part == "experts", "--part", "experts", part)
-    chosen = resolve_device(device)
-    if chosen.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise WarmsetError(
-            "bench window needs a CUDA device: on a CPU it only rehearses, with TRITON_INTERPRET=1."
-        )
-    found = run_bench(shape, parse_list(rows, int), parse_list(cold_experts, float), chosen, tiles)
-    if json_path == "-":
-        emit_json(found, json_path)
-    elif json_path is not None:
-        save_record(Path(json_path), found)
-    if json_path != "-":
-        show_table(window_table(found["results"]))
-    if found["failed"]:
-        typer.echo(f"warmset: failed: {', '.join(found['failed'])}.", err=True)
         raise typer.Exit(1)

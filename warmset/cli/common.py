@@ -79,12 +79,13 @@ def parse_list(text: str, kind: type) -> list[Any]:
         raise WarmsetError(f"A list must be {what} with commas between them. Got {text!r}.") from None
 
 
-def check_writable(json_path: str | None) -> None:
-    """Refuse a `--json` path that cannot be written, before the work and not after it."""
+def check_writable(json_path: str | None, option: str = "--json") -> None:
+    """Refuse a path of `--json`, or of another option, that cannot be written, before the work and not after it."""
     if json_path in (None, "-"):
         return
     refusal = WarmsetError(
-        f"--json must be - or a file in a folder that can be written to. Got {shown(json_path)}."
+        f"{option} must be {'- or ' if option == '--json' else ''}a file in a folder that can be written to. "
+        f"Got {shown(json_path)}."
     )
     try:
         path = Path(json_path).resolve()

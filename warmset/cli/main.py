@@ -13,7 +13,7 @@ from warmset.errors import WarmsetError
 from .common import app
 
 # Typer carries its own copy of click in newer releases: take the class from what it exports.
-_UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         _leave(f"{error.strerror or error}: {error.filename or 'standard output'}.", 2)
     except MemoryError:
         _leave("out of memory: fewer slots or a shorter max_model_len need less.", 2)
-    except _UsageProblem as error:
+    except UsageProblem as error:
         _leave(error.format_message(), 2)
     except (typer.Abort, KeyboardInterrupt):
         _leave("stopped.", 130)

@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,18 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def make_record(*, name: str, config: dict[str, Any], results: dict[str, Any], tests: str) -> dict[str, Any]:
+def make_record(
+    *,
+    name: str,
+    config: dict[str, Any],
+    results: dict[str, Any],
+    tests: str,
+    gpu: Callable[[], str | None] = gpu_name,
+) -> dict[str, Any]:
     """One record as it is written; WarmsetError for a red run.
 
     tests: `green` or `red`, what the tests of this very tree said before the measurement.
+    gpu: names the GPU; a process that must not touch it gives another function.
     """
     if tests not in ("green", "red"):
         raise WarmsetError(f"tests must be 'green' or 'red'. Got {tests!r}.")
@@ -75,7 +84,7 @@ def make_record(*, name: str, config: dict[str, Any], results: dict[str, Any], t
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "gpu": gpu_name(),
+        "gpu": gpu(),
         "versions": versions(),
         "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
         "tests": tests,

@@ -27,7 +27,8 @@ def number(value: Any, digits: int = 2) -> str:
     )
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
+def plain_table(*columns: str, title: str | None = None) -> Table:
+    """An empty table in the house form: the first column to the left, figures to the right."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
@@ -36,7 +37,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
 
 def compare_runs(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> Table:
     """Answers side by side: one column a run, then the stages in ms a window."""
-    table = _table("", *names)
+    table = plain_table("", *names)
     rows = [
         ("cold experts a layer-window", "cold_experts_per_layer_window", 2),
         ("hit rate", "hit_rate", 3),
@@ -70,7 +71,7 @@ def add_stages(table: Table, stages: Sequence[dict[str, float] | None]) -> None:
 
 def stage_table(stages: dict[str, float]) -> Table:
     """One run's stages with their share of the window."""
-    table = _table("stage", "ms a window", "share")
+    table = plain_table("stage", "ms a window", "share")
     for name in STAGES:
         if stages[name]:
             table.add_row(name, number(stages[name]), f"{stages[name] / stages['total']:.1%}")
@@ -80,7 +81,7 @@ def stage_table(stages: dict[str, float]) -> Table:
 
 
 def bars_table(results: Sequence[BarResult]) -> Table:
-    table = _table("", "measured", "floor", "bar", "verdict")
+    table = plain_table("", "measured", "floor", "bar", "verdict")
     for result in results:
         table.add_row(
             escape(result.name),
@@ -93,7 +94,7 @@ def bars_table(results: Sequence[BarResult]) -> Table:
 
 
 def key_values(values: dict[str, Any]) -> Table:
-    table = _table("", "")
+    table = plain_table("", "")
     table.show_header = False
     for key, value in values.items():
         table.add_row(key, str(value) if not isinstance(value, int) else number(value))

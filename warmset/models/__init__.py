@@ -9,6 +9,7 @@ from warmset.errors import WarmsetError
 HERE = Path(__file__).parent
 BUILTIN = {"builtin:tiny": HERE / "tiny"}
 BUILTIN_PROFILES = {"builtin:tiny": HERE / "tiny" / "profile-mix.json"}
+BUILTIN_POLICIES = {"builtin:tiny": HERE / "tiny" / "policy.json"}
 DATA = HERE / "data"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
