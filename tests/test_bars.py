@@ -53,6 +53,15 @@ def test_a_pass(results):
     assert exit_code(results) == 0
 
 
+def test_a_bar_on_a_difference(results):
+    row = ROW.replace("bar = 3.0", 'bar = 1.5\nminus_key = "results.floor_us"')
+    (results / "bars.toml").write_text(row)
+    (result,) = check_bars(results / "bars.toml")
+    assert (result.verdict, result.measured) == ("pass", 1.5)
+    edit(results, us=2.6)
+    assert check_bars(results / "bars.toml")[0].verdict == "miss"
+
+
 def test_a_miss_fails_and_a_missed_row_with_a_reason_does_not(results):
     edit(results, us=3.5)
     assert check_bars(results / "bars.toml")[0].verdict == "miss"

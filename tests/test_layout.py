@@ -125,7 +125,8 @@ FLAGS = {
     "bench kernels": "--cases --json --trace",
     "bench check": "--bars --json",
     "bench machine": "--folder --json --part --rounds --size",
-    "bench window": "--cold-experts --device --json --part --route-resident --rows --shape --slots --tiles --trace",
+    "bench window": "--budget-sec --cold-experts --device --json --part --route-resident --rows --shape --slots --tiles"
+    " --trace",
     "bench decode": "--device --json --rounds --tokens --windows",
     "stages": "--json",
 }

@@ -44,6 +44,15 @@ def bench_window(
     tiles: Annotated[
         str | None, typer.Option("--tiles", metavar="NAME", help="Block sizes, with --part experts.")
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-sec",
+            parser=number(float),
+            metavar="S",
+            help="No part begins later (230); with --part all.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N")] = "auto",
     json_path: JsonOption = None,
 ) -> None:
@@ -54,6 +63,7 @@ def bench_window(
     check_writable(json_path)
     require(part in ("all", "experts"), "--part", "all or experts", part)
     given = {"--trace": trace, "--slots": slots, "--route-resident": margin, "--tiles": tiles}
+    given["--budget-sec"] = budget
     allowed = {"--tiles"} if part == "experts" else set(given) - {"--tiles"}
     for name, value in given.items():
         if value is not None and name not in allowed:
@@ -80,7 +90,7 @@ def bench_window(
         from warmset.measure.window_tables import whole_table
 
         colds = parse_list(cold_experts or "0,0.63,1.87", float)
-        more: dict[str, Any] = {"slots": slots, "margin": margin}
+        more: dict[str, Any] = {"slots": slots, "margin": margin, "budget_sec": budget}
         more = {key: value for key, value in more.items() if value is not None}
         request = Request(shape=shape, rows=numbers, colds=colds, trace=trace, **more)
         found = run_whole(request, chosen)

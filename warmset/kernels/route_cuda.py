@@ -116,11 +116,10 @@ def _grid(num_rows: int) -> Any:
     return _core().LaunchConfig(grid=num_rows, block=32)
 
 
-class _CurrentStream:
-    """torch's current stream, as cuda.core reads foreign streams."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream or 1  # 1 names the default stream
+def _current_stream() -> Any:
+    return _core().Stream.from_handle(
+        torch.cuda.current_stream().cuda_stream or 1
+    )  # 1 names the default stream
 
 
 def is_wide(logits_TE: Tensor, slot_E: Tensor) -> bool:
@@ -166,5 +165,5 @@ def launch_cuda(
             routed.own_ids_TK, routed.ids_TK, routed.weights_TK, routed.counters_T5, routed.error_T,
         )  # fmt: skip
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        _core().launch(_CurrentStream(), _grid(num_rows), kernel, *addresses, np.int32(layer))
+        _core().launch(_current_stream(), _grid(num_rows), kernel, *addresses, np.int32(layer))
     return routed

@@ -51,8 +51,8 @@ from .common import (
 from .packed import expert_of, is_minus_inf, next_below, own_pick, pack, same_bits
 from .route_cuda import cuda_reason, launch_cuda
 
-FORM: Literal["triton", "cuda"] = "triton"
-"""What `route_fused` runs where both forms know the router; both give the same bits."""
+FORM: Literal["triton", "cuda"] = "cuda"
+"""What `route_fused` runs where both forms know the router and cuda-core is installed; both give the same bits."""
 
 EXACT = tl.constexpr(0)
 MARGIN = tl.constexpr(1)

@@ -8,6 +8,7 @@ A bar is a row:
     key = "results.fused_t8_cold2_us" # dotted path into the record
     comparison = "<="                 # <=, <, >=, >, ==
     bar = 3.2
+    minus_key = "results.exact_us"    # optional: what is judged is key less this
     floor_key = "results.empty_us"    # optional: shown beside it
     missed = "reason"                 # optional, after honest tries: printed as missed, does not fail
 
@@ -34,7 +35,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
 }
 REQUIRED = ("name", "file", "key", "comparison", "bar")
-OPTIONAL = ("floor_key", "missed")
+OPTIONAL = ("minus_key", "floor_key", "missed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ def _judge(row: dict[str, Any], folder: Path, number: int) -> BarResult:
         raise WarmsetError(f"Bar {number}: {texts[0] if texts else 'bar'} has a value of the wrong type.")
     record = read_record(folder / row["file"])
     measured = _lookup(record, row["key"], row["file"])
+    if "minus_key" in row:
+        measured = round(measured - _lookup(record, row["minus_key"], row["file"]), 6)
     floor = _lookup(record, row["floor_key"], row["file"]) if "floor_key" in row else None
     verdict, why = "pass", ""
     if record.get("tests") != "green":

@@ -83,6 +83,7 @@ class Request:
             require(number in experts.distinct, "rows", f"of {', '.join(map(str, experts.distinct))}", number)
         for mean in self.colds:
             require(0 <= mean <= 4, "cold-experts", "0 to 4 a layer", mean)
+        require(self.budget_sec > 0, "budget-sec", "above 0", self.budget_sec)
         total = experts.layers * experts.experts
         if self.slots is None:
             self.slots = total * 8083 // 24576
