@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from warmset.kernels import delta_window, small_ops, stamp, window_attention
+from warmset.kernels import delta_window, index_blocks, small_ops, stamp, window_attention
 from warmset.kernels.gather_rows import gather_rows
+from warmset.kernels.window_state import IndexWeights
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 NAMES = {
@@ -90,6 +91,15 @@ def every_kernel(dtype: torch.dtype, rows: int) -> None:
     query = torch.zeros(1, rows, 16, 512, dtype=dtype)[0, ..., :256].transpose(0, 1)
     pages = torch.zeros(2, 6400, 256, dtype=dtype)
     window_attention.window_attention(query, pages, pages, torch.ones(rows, 6400, dtype=torch.bool), 0.0625)
+    narrow = torch.zeros(128, dtype=dtype)
+    weights = IndexWeights(
+        query_D=narrow, key_D=narrow, query_eps=1e-6, key_eps=1e-6, query_plus_one=True, key_plus_one=True,
+        heads=4, ratio=32, top=64,
+    )  # fmt: skip
+    angles = [torch.zeros(lines, 64, dtype=dtype) for lines in (rows, rows, 200, 200)]
+    keys_SD, block_keys_BD = torch.zeros(6400, 128, dtype=dtype), torch.zeros(200, 128, dtype=dtype)
+    qk_TX = torch.zeros(rows, 640, dtype=dtype)
+    index_blocks.index_blocks(qk_TX, *angles[:2], weights, begin_2, keys_SD, block_keys_BD, *angles[2:])
     gather_rows(1 << 45, torch.zeros(16, dtype=torch.int64), torch.zeros(16, 128, dtype=dtype))
     stamp.stamp(torch.zeros(8, dtype=torch.int64), 3)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from warmset.kernels import delta_window as delta
-from warmset.kernels import small_ops, window_attention
+from warmset.kernels import index_blocks, small_ops, window_attention
 from warmset.kernels import window_reference as reference
 from warmset.kernels.gather_rows import gather_rows
+from warmset.kernels.window_state import IndexWeights
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -82,6 +83,61 @@ def test_attention(rows, places, seen):
     got = window_attention.window_attention(query, keys.nan_to_num(9.0), values.nan_to_num(9.0), mask, 0.25)
     clean = [part.clone().nan_to_num(0.0) for part in (keys, values)]
     close(got, reference.window_attention(query, *clean, mask, 0.25), ulps=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio, top", [(4, 3), (6, 2), (4, 40)])
+def test_index_blocks_over_windows_that_are_cut(dtype, ratio, top):
+    """Windows of all sizes from a cache of 37 places on, past the budget, each kept up to another row."""
+    heads, width, places = 3, 24, 118
+    blocks = places // ratio
+    weights = IndexWeights(
+        query_D=randn(width, dtype=dtype, seed=1), key_D=randn(width, dtype=dtype, seed=2), query_eps=1e-6,
+        key_eps=1e-5, query_plus_one=True, key_plus_one=False, heads=heads, ratio=ratio, top=top,
+    )  # fmt: skip
+    angle = torch.arange(places)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)
+    cos_SR, sin_SR = angle.cos().to(dtype), angle.sin().to(dtype)
+    block_angles = [part[::ratio][:blocks].contiguous() for part in (cos_SR, sin_SR)]
+    keys_SD = randn(places, width, dtype=dtype, seed=3)
+    keys_SD[37:] = float("nan")
+    block_keys_BD = reference.pooled_keys(
+        keys_SD[: blocks * ratio].view(blocks, ratio, width), weights, *block_angles
+    )
+    ours, theirs = ([keys_SD.clone(), block_keys_BD.clone()] for _ in range(2))
+    start = 37
+    for number, (rows, kept) in enumerate([(1, 1), (4, 2), (8, 8), (3, 1), (8, 5), (2, 2), (8, 8)]):
+        begin_2 = torch.tensor([start, start])
+        wide = randn(rows, heads * width + width + 5, dtype=dtype, seed=100 + number)
+        qk_TX = wide[:, : heads * width + width]
+        angles = (cos_SR[start : start + rows], sin_SR[start : start + rows])
+        got = index_blocks.index_blocks(qk_TX, *angles, weights, begin_2, *ours, *block_angles)
+        expected = reference.index_blocks(qk_TX, *angles, weights, begin_2, *theirs, *block_angles)
+        whole = (start + rows) // ratio
+        close(ours[0][: start + rows], theirs[0][: start + rows], ulps=0)
+        close(ours[1][:whole], theirs[1][:whole], ulps=2)
+        if dtype == torch.float32:
+            assert torch.equal(got, expected)
+        count_T = got[:, : whole * ratio].sum(1)
+        assert (count_T <= top * ratio + ratio - 1 + rows).all() and got.dtype == torch.bool
+        start += kept
+
+
+def test_of_equal_scores_the_first_block_is_picked():
+    """Keys of zero: every score is 0, and a row sees the first blocks and the open one."""
+    weights = IndexWeights(
+        query_D=torch.ones(8), key_D=torch.ones(8), query_eps=1e-6, key_eps=1e-6, query_plus_one=False,
+        key_plus_one=False, heads=1, ratio=4, top=2,
+    )  # fmt: skip
+    keys_SD, block_keys_BD, angles = (
+        torch.zeros(32, 8),
+        torch.zeros(8, 8),
+        [torch.ones(1, 4), torch.zeros(1, 4)],
+    )
+    block_angles = [torch.ones(8, 4), torch.zeros(8, 4)]
+    got = index_blocks.index_blocks(
+        torch.zeros(1, 16), *angles, weights, torch.tensor([21, 21]), keys_SD, block_keys_BD, *block_angles
+    )
+    assert got[0].nonzero().flatten().tolist() == [*range(8), *range(20, 32)]
 
 
 def make_delta(dtype, rows, *, interleaved, seed=0, heads=4, key_heads=2, key_dim=8, value_dim=16):

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from torch import nn
 
 from warmset.graph.cache import StaticCache
 from warmset.kernels import window_reference
-from warmset.kernels.window_state import Projected
+from warmset.kernels.window_state import IndexWeights, Projected
 
 ATTENTION = "warmset_window"
 _HELD_AS = "_warmset_static_forms"
@@ -43,10 +43,11 @@ def kernels_run(device: torch.device) -> bool:
 def _ops(device: torch.device) -> Any:
     if not kernels_run(device):
         return window_reference
-    from warmset.kernels import delta_window, small_ops, window_attention
+    from warmset.kernels import delta_window, index_blocks, small_ops, window_attention
 
     return SimpleNamespace(
         delta_window=delta_window.delta_window,
+        index_blocks=index_blocks.index_blocks,
         window_attention=window_attention.window_attention,
         **{
             name: getattr(small_ops, name)
@@ -79,6 +80,7 @@ class StaticForms:
         self._ops = _ops(self.device)
         self._cache: StaticCache | None = None
         self._indexers: list[Any] = []
+        self._index_weights: dict[int, IndexWeights] = {}
         self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.why_not: str | None = None
         """Why this trunk has no static form, as the end of a sentence."""
@@ -150,8 +152,7 @@ class StaticForms:
             if name == "linear_attn":
                 self._put_in_delta(module)
             elif _is_indexer(module):
-                self._indexers.append(module)
-                self._put(module, self._indexer)
+                self._put_in_indexer(module)
             elif hasattr(module, "input_mix_weight_down"):
                 self._put_in_streams(module)
             elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
@@ -170,24 +171,14 @@ class StaticForms:
         module.forward = forward
 
     def _put_in_norm(self, module: Any) -> None:
-        width = module.weight.numel()
-        eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-        names = list(inspect.signature(type(module).forward).parameters)
-        if eps is None or len(names) != 2:
-            return
-        groups = width // (getattr(module, "group_size", None) or width)
-        x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(module.weight)
-        tolerance = 4 * torch.finfo(x.dtype).eps
-        for plus_one in (True, False):
-            own = window_reference.rms_norm(x, module.weight, eps, plus_one=plus_one, groups=groups)
-            if torch.allclose(own, module(x), rtol=tolerance, atol=tolerance):
-                self._put(
-                    module,
-                    lambda module, x, plus_one=plus_one: self._ops.rms_norm(
-                        x, module.weight, eps, plus_one=plus_one, groups=groups
-                    ),
-                )
-                return
+        kind = _norm_kind(module)
+        if kind is not None:
+            self._put(
+                module,
+                lambda module, x: self._ops.rms_norm(
+                    x, module.weight, kind.eps, plus_one=kind.plus_one, groups=kind.groups
+                ),
+            )
 
     def _put_in_mlp(self, module: Any) -> None:
         points = torch.linspace(-6, 6, 193)
@@ -283,14 +274,22 @@ class StaticForms:
         blocks = layer.places // ratio
         if len(self._blocks.get(module.layer_idx, ((),))[0]) != blocks:
             self._blocks[module.layer_idx] = self._block_angles(blocks, ratio)
-        raw = layer.index_keys[0, : blocks * ratio].view(blocks, ratio, -1)
-        return self._pooled(module, raw, *self._blocks[module.layer_idx])
+        raw_BRD = layer.index_keys[0, : blocks * ratio].view(blocks, ratio, -1)
+        weights = self._index_weights[module.layer_idx]
+        return window_reference.pooled_keys(raw_BRD, weights, *self._blocks[module.layer_idx])
 
-    def _pooled(
-        self, module: Any, raw_BRD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        pooled_BD = module.k_layernorm(raw_BRD.float().mean(dim=1).to(raw_BRD.dtype))
-        return _rotated(pooled_BD, cos, sin)
+    def _put_in_indexer(self, module: Any) -> None:
+        query, key = _norm_kind(module.q_layernorm), _norm_kind(module.k_layernorm)
+        if query is None or key is None or query.groups != 1 or key.groups != 1:
+            self.why_not = self.why_not or f"{type(module).__name__} has norms of an unknown kind"
+            return
+        self._index_weights[module.layer_idx] = IndexWeights(
+            query_D=module.q_layernorm.weight, key_D=module.k_layernorm.weight,
+            query_eps=query.eps, key_eps=key.eps, query_plus_one=query.plus_one, key_plus_one=key.plus_one,
+            heads=module.index_n_heads, ratio=module.compress_ratio, top=module.block_topk,
+        )  # fmt: skip
+        self._indexers.append(module)
+        self._put(module, self._indexer)
 
     def _indexer(
         self,
@@ -301,33 +300,36 @@ class StaticForms:
         cache: Any = None,
     ) -> torch.Tensor:
         """Which places each row may see, bool [1, 1, T, S]: its best blocks, and those after the last whole block."""
-        layer, place = cache.layers[module.layer_idx], cache.place
-        num_rows, ratio, width = hidden_states.shape[1], module.compress_ratio, module.index_head_dim
-        cos, sin = (part[0, -num_rows:] for part in position_embeddings)
-        qk = module.index_qk_proj(hidden_states[0])
-        query, raw_TD = qk.split([module.index_n_heads * width, width], dim=-1)
-        query = module.q_layernorm(query.reshape(num_rows, module.index_n_heads, width))
-        query = _rotated(query, cos[:, None], sin[:, None])
-        layer.index_keys.index_copy_(1, place.position_T, raw_TD[None])
-        blocks = len(layer.block_keys)
-        touched = place.begin_2[1] // ratio + torch.arange(
-            (num_rows + ratio - 2) // ratio + 1, device=self.device
-        )
-        touched = touched.clamp(max=blocks - 1)
-        tokens = touched[:, None] * ratio + torch.arange(ratio, device=self.device)
-        angles = (part[touched] for part in self._blocks[module.layer_idx])
-        layer.block_keys.index_copy_(0, touched, self._pooled(module, layer.index_keys[0][tokens], *angles))
-        scores_THB = query.float() @ layer.block_keys.float().T
-        scores_TB = scores_THB.relu().sum(dim=1) / width**0.5
-        whole_T1 = (place.position_T[:, None] + 1) // ratio
-        there_TB = torch.arange(blocks, device=self.device)[None] < whole_T1
-        scores_TB = scores_TB.masked_fill(~there_TB, float("-inf"))
-        chosen = scores_TB.topk(min(module.block_topk, blocks), dim=1).indices
-        picked_TB = torch.zeros_like(there_TB).scatter(1, chosen, True) & there_TB
-        picked_TS = picked_TB[:, :, None].expand(-1, -1, ratio).reshape(num_rows, -1)
-        picked_TS = F.pad(picked_TS, (0, layer.places - picked_TS.shape[1]))
-        tail_TS = torch.arange(layer.places, device=self.device)[None] >= whole_T1 * ratio
-        return (picked_TS | tail_TS)[None, None]
+        layer, num_rows = cache.layers[module.layer_idx], hidden_states.shape[1]
+        cos_TR, sin_TR = (part[0, -num_rows:] for part in position_embeddings)
+        mask_TS = self._ops.index_blocks(
+            module.index_qk_proj(hidden_states[0]), cos_TR, sin_TR, self._index_weights[module.layer_idx],
+            cache.place.begin_2, layer.index_keys[0], layer.block_keys, *self._blocks[module.layer_idx],
+        )  # fmt: skip
+        return mask_TS[None, None]
+
+
+class _NormKind(NamedTuple):
+    eps: float
+    plus_one: bool
+    groups: int
+
+
+def _norm_kind(module: Any) -> _NormKind | None:
+    """What a norm computes, found out on random rows; None for one that is not understood."""
+    width = module.weight.numel()
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if eps is None or len(inspect.signature(type(module).forward).parameters) != 2:
+        return None
+    groups = width // (getattr(module, "group_size", None) or width)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(module.weight)
+    tolerance = 4 * torch.finfo(x.dtype).eps
+    theirs = type(module).forward(module, x)
+    for plus_one in (True, False):
+        ours = window_reference.rms_norm(x, module.weight, eps, plus_one=plus_one, groups=groups)
+        if torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
+            return _NormKind(eps, plus_one, groups)
+    return None
 
 
 def _register_attention() -> None:
@@ -364,14 +366,6 @@ def attention(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the first `cos.shape[-1]` numbers of each vector, by halves."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    left, right = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
 
 
 def _why_not_delta(module: Any, with_kernels: bool) -> str | None:

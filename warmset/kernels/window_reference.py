@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .window_state import RING, TAPS, DeltaState, Projected
+from .window_state import RING, TAPS, DeltaState, IndexWeights, Projected
 
 
 def rms_norm(
@@ -71,6 +71,60 @@ def window_attention(
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     out_ATD = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_TS, scale=scale)
     return out_ATD.transpose(0, 1)
+
+
+def index_blocks(
+    qk_TX: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    weights: IndexWeights,
+    begin_2: torch.Tensor,
+    index_keys_SD: torch.Tensor,
+    block_keys_BD: torch.Tensor,
+    block_cos_BR: torch.Tensor,
+    block_sin_BR: torch.Tensor,
+) -> torch.Tensor:
+    """As `index_blocks.index_blocks`."""
+    num_rows, (blocks, width), ratio = len(qk_TX), block_keys_BD.shape, weights.ratio
+    row_T = torch.arange(num_rows, device=qk_TX.device)
+    position_T = begin_2[1] + row_T
+    query, raw_TD = qk_TX.split([weights.heads * width, width], dim=-1)
+    query = query.reshape(num_rows, weights.heads, width)
+    query = rms_norm(query, weights.query_D, weights.query_eps, plus_one=weights.query_plus_one)
+    query_TND = rotated(query, cos_TR[:, None], sin_TR[:, None])
+    index_keys_SD.index_copy_(0, position_T, raw_TD)
+    touched = begin_2[1] // ratio + torch.arange((num_rows + ratio - 2) // ratio + 1, device=qk_TX.device)
+    touched = touched.clamp(max=blocks - 1)
+    places = touched[:, None] * ratio + torch.arange(ratio, device=qk_TX.device)
+    angles = (block_cos_BR[touched], block_sin_BR[touched])
+    block_keys_BD.index_copy_(0, touched, pooled_keys(index_keys_SD[places], weights, *angles))
+    scores_TNB = query_TND.float() @ block_keys_BD.float().T
+    scores_TB = scores_TNB.relu().sum(dim=1) / width**0.5
+    whole_T1 = (position_T[:, None] + 1) // ratio
+    there_TB = torch.arange(blocks, device=qk_TX.device)[None] < whole_T1
+    scores_TB = scores_TB.masked_fill(~there_TB, float("-inf"))
+    order_TB = scores_TB.sort(dim=1, descending=True, stable=True).indices[:, : weights.top]
+    picked_TB = torch.zeros_like(there_TB).scatter(1, order_TB, True) & there_TB
+    picked_TS = picked_TB[:, :, None].expand(-1, -1, ratio).reshape(num_rows, -1)
+    picked_TS = F.pad(picked_TS, (0, len(index_keys_SD) - picked_TS.shape[1]))
+    return picked_TS | (torch.arange(len(index_keys_SD), device=qk_TX.device)[None] >= whole_T1 * ratio)
+
+
+def pooled_keys(
+    raw_BRD: torch.Tensor, weights: IndexWeights, cos_BR: torch.Tensor, sin_BR: torch.Tensor
+) -> torch.Tensor:
+    """Keys [B, D] of whole blocks: the mean of the places' index keys, normed and rotated to the first place."""
+    mean_BD = raw_BRD.float().mean(dim=1).to(raw_BRD.dtype)
+    normed_BD = rms_norm(mean_BD, weights.key_D, weights.key_eps, plus_one=weights.key_plus_one)
+    return rotated(normed_BD, cos_BR, sin_BR)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the first `cos.shape[-1]` numbers of each vector, by halves."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    left, right = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1)
 
 
 def gather_rows(address: int, id_R: torch.Tensor, out_RD: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""What the gated delta rule of a window reads and keeps; shapes as in `delta_window`. Imports no triton."""
+"""What the kernels of a window read and keep, apart from their launches; imports no triton.
+
+Shapes as in `delta_window` and `index_blocks`.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +58,20 @@ class DeltaState:
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.ring_x_RC, self.ring_k_RMD, self.ring_d_RNV, self.ring_g_RN, self.state_NDV]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexWeights:
+    """What a QSA indexer computes with, beside its projection. plus_one: the norm multiplies by 1 + weight."""
+
+    query_D: torch.Tensor
+    key_D: torch.Tensor
+    query_eps: float
+    key_eps: float
+    query_plus_one: bool
+    key_plus_one: bool
+    heads: int
+    ratio: int
+    """Places a block."""
+    top: int
+    """Blocks that a row may see, beside the places after the last whole one."""
