@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import FAMILIES
-from windows import parts_at_a_near_tie
+from windows import BY_NOISE, decode, foreseen, parts_at_a_near_tie
 
 from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
 from warmset.engine import TokenEngine
@@ -21,9 +21,11 @@ TOKENS = 40
 CUDA = torch.device("cuda:0")
 
 
-def open_engine(folder, slots="33%", policy=None, dtype="float32") -> TokenEngine:
+def open_engine(folder, slots="33%", policy=None, dtype="float32", **settings) -> TokenEngine:
+    """Led by the host, its slots left alone, unless `settings` say otherwise."""
+    settings = {"admission": "off", "graphs": "off", **settings}
     config = EngineConfig(
-        model=str(folder), slots=SlotsRequest(text=slots), device="cuda", dtype=dtype, admission="off"
+        model=str(folder), slots=SlotsRequest(text=slots), device="cuda", dtype=dtype, **settings
     )
     return TokenEngine(config, policy)
 
@@ -182,6 +184,62 @@ def test_stages_add_up_to_the_window(checkpoints, prompt_ids):
     assert set(table["kinds"]) == {"linear_attention", "indexed_attention"}
 
 
+@pytest.mark.parametrize("settings", [
+    {"admission": "lfu"},
+    {"admission": "off", "policy": MarginSwap(margin=0.5)},
+    {"admission": "lfu", "window": 4, "draft": "lookup", "adapt": False},
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen4_exp_sparse", "qwen3_next"])
+def test_an_engines_answers_are_captured_by_default(checkpoints, prompt_ids, family, settings):
+    """Text, counters, and what the slots hold afterwards are those of windows that the host leads."""
+    host = open_engine(checkpoints[family], **settings)
+    device = open_engine(checkpoints[family], **{**settings, "graphs": "auto"})
+    _, logits_NV = by_the_host(open_engine(checkpoints[family], policy=settings.get("policy")), prompt_ids)
+    for sampling in (SamplingConfig(max_new_tokens=TOKENS), SamplingConfig(max_new_tokens=11)):
+        texts = []
+        for engine in (host, device):
+            engine.conversation.forget()
+            texts.append(list(engine.decode(prompt_ids, sampling)))
+        stats = device.stats()
+        assert stats["graphs"] == {"used": True, "why_not": None, "captures": 1}
+        if not parts_at_a_near_tie(*texts, logits_NV):
+            theirs = host.stats()
+            for name in (
+                "windows",
+                "cold_experts_per_layer_window",
+                "hit_rate",
+                "bytes_slow",
+                "routing",
+                "admission",
+            ):
+                assert stats[name] == theirs[name], name
+    more = list(device.decode([*prompt_ids, *texts[1], 9], SamplingConfig(max_new_tokens=5)))
+    assert len(more) == 5 and device.stats()["cached_tokens"] >= len(prompt_ids)
+
+
+def test_windows_that_ran_ahead_of_a_stop_token_are_not_counted(checkpoints, prompt_ids):
+    host, device = open_engine(checkpoints["mixtral"]), open_engine(checkpoints["mixtral"], graphs="auto")
+    config = SamplingConfig(max_new_tokens=TOKENS)
+    text = list(host.decode(prompt_ids, config))
+    stop = next(token for token in text[10:] if token not in text[:10])
+    answers = []
+    for engine in (host, device):
+        engine.conversation.forget()
+        answers.append(list(engine.decode(prompt_ids, config, frozenset([stop]))))
+    assert answers[0] == answers[1] == text[: text.index(stop)]
+    for name in ("windows", "cold_experts_per_layer_window", "bytes_slow", "bytes_fast"):
+        assert device.stats()[name] == host.stats()[name], name
+
+
+def test_the_stages_of_an_engines_captured_windows(checkpoints, prompt_ids):
+    engine = open_engine(checkpoints["qwen3_next"], graphs="auto", stages=True)
+    list(engine.decode(prompt_ids, SamplingConfig(max_new_tokens=TOKENS)))
+    stages = engine.stats()["stages"]
+    total = stages.pop("total")
+    assert sum(stages.values()) == pytest.approx(total) and stages["token mixer"] > 0 < stages["cold wait"]
+    assert (TOKENS - 1) * total <= 1.1 * engine.run.decode_ms
+
+
 def test_nothing_is_allocated_or_waited_for_while_windows_run(checkpoints, prompt_ids):
     engine = open_engine(checkpoints["qwen4_exp"])
     runs = open_runs(engine)
@@ -196,3 +254,48 @@ def test_nothing_is_allocated_or_waited_for_while_windows_run(checkpoints, promp
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert len(runs.take()[0]) == 52
+
+
+CAPTURING = {"graphs": "auto", "admission": "lfu"}
+"""What an engine does on a GPU where nothing is said."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen4_exp"])
+def test_an_engines_captured_windows_of_several_rows_go_back_and_on(checkpoints, family):
+    """Right and wrong drafts; a watcher ends the answer inside a window; a next turn goes on from what was kept."""
+    several = {"window": 4, "draft": "lookup", "adapt": False}
+    host = open_engine(checkpoints[family], **several)
+    device = open_engine(checkpoints[family], **several, **CAPTURING)
+    prompt, text = foreseen(host, TOKENS, wrong_every=5)
+    for engine in (host, device):
+        assert decode(engine, prompt, TOKENS, **BY_NOISE) == text
+    theirs, ours = host.stats()["drafts"], device.stats()["drafts"]
+    assert device.stats()["graphs"] == {"used": True, "why_not": None, "captures": 1}
+    assert device.stats()["windows"] == host.stats()["windows"] < TOKENS - 1
+    assert ours["by_depth"] == theirs["by_depth"] and ours["verified_rows"] == theirs["verified_rows"]
+    assert min(ours["accepted"], ours["rejected"]) > 0
+    sampling = SamplingConfig(max_new_tokens=TOKENS, **BY_NOISE)
+    for place in (7, 8, 9):
+        device.conversation.forget()
+        begun = list(device.decode(prompt, sampling, watch=lambda token, place=place: token == text[place]))
+        assert begun == text[: place + 1] and device.windows.counts.rows == place
+        turn = [*prompt, *begun, 77, 78]
+        again = list(device.decode(turn, SamplingConfig(max_new_tokens=8)))
+        assert device.stats()["cached_tokens"] == len(prompt) + place
+        expected, logits_NV = by_the_host(host, turn, 8)
+        parts_at_a_near_tie(expected, again, logits_NV)
+
+
+def test_c50_an_engine_resizes_between_answers(checkpoints, prompt_ids):
+    """Exact mode: the same text, bit for bit, whatever the slots hold; a new graph only where nothing is cold."""
+    device = open_engine(checkpoints["qwen4_exp"], dtype="bfloat16", **CAPTURING)
+    total = device.prepared.experts.num_layers * device.prepared.experts.num_experts
+    text = decode(device, prompt_ids, TOKENS)
+    for slots in (3, 9):
+        device.residency.resize(slots)
+        assert decode(device, prompt_ids, TOKENS) == text
+    assert device.stats()["graphs"]["captures"] == 1
+    device.residency.resize(total)
+    device.slots.fill([divmod(number, 16) for number in range(total)], device.store)
+    assert decode(device, prompt_ids, TOKENS) == text
+    assert device.stats()["graphs"]["captures"] == 2

@@ -114,7 +114,7 @@ def test_a_rehearsal_of_the_three_legs(tmp_path):
 
 
 def test_a_budget_that_is_spent_ends_the_run():
-    found = run_whole(Request(shape="tiny", rows=[1], colds=[0.0], budget_sec=0.0), CPU)
+    found = run_whole(Request(shape="tiny", rows=[1], colds=[0.0], budget_sec=1e-9), CPU)
     assert found["failed"] == ["setup"]
 
 
@@ -125,6 +125,7 @@ def test_a_budget_that_is_spent_ends_the_run():
         ({"rows": [3]}, "rows must be of 1, 4, 8"),
         ({"colds": [5.0]}, "cold-experts must be 0 to 4"),
         ({"slots": 99999}, "slots must be 0 to 24576"),
+        ({"budget_sec": 0.0}, "budget-sec must be above 0"),
     ],
 )
 def test_bad_requests_are_refused(changes, message):
@@ -154,7 +155,7 @@ def test_legs_that_are_none_are_refused(tmp_path):
 def test_the_stage_table_takes_medians_and_gaps_between_windows():
     clock = StampClock(CPU)
     for _ in range(3):
-        with clock.window():
+        with clock.captured():
             clock.kind = "linear"
             with clock.stage("token mixer"), clock.stage("shared expert"):
                 pass

@@ -89,7 +89,11 @@ def test_attention(rows, places, seen):
 @pytest.mark.parametrize("ratio, top", [(4, 3), (6, 2), (4, 40)])
 def test_index_blocks_over_windows_that_are_cut(dtype, ratio, top):
     """Windows of all sizes from a cache of 37 places on, past the budget, each kept up to another row."""
-    heads, width, places = 3, 24, 118
+    heads, width, places = (
+        12,
+        24,
+        118,
+    )  # so many heads that no score is 0: the CPU's topk has its own way with ties
     blocks = places // ratio
     weights = IndexWeights(
         query_D=randn(width, dtype=dtype, seed=1), key_D=randn(width, dtype=dtype, seed=2), query_eps=1e-6,

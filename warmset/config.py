@@ -16,6 +16,7 @@ from warmset.errors import WarmsetError
 Value = TypeVar("Value")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 ADMISSIONS = ("off", "lfu", "lru")
+GRAPHS = ("auto", "on", "off")
 ROUTE_KERNELS = ("fused", "warp", "serial")
 MAX_WINDOW_ROWS = 8
 DRAFTS = ("none", "lookup", "mtp", "model")
@@ -100,7 +101,9 @@ class EngineConfig:
     `admission`: who is brought in between windows, and who leaves; `off` leaves the slots as they were filled.
     `window`: the most rows a window verifies, of which `draft` proposes all but the first; None for both = one row,
     for one of them = a choice that is said. `adapt`: fewer rows where they do not pay. `snapshot_bytes`: host or
-    device memory for going back to earlier points of a conversation; 0 reads every prompt whole."""
+    device memory for going back to earlier points of a conversation; 0 reads every prompt whole. `stages`: time the
+    stages of each window; None = where that costs nothing, on a CPU. `graphs`: windows that the device leads, captured
+    on a GPU; `auto` = on a GPU, `on` also on a CPU, where the same code runs as Python and is slower."""
 
     model: str = "builtin:tiny"
     revision: str | None = None
@@ -113,7 +116,8 @@ class EngineConfig:
     learn: str | None = None
     admission: str = "lfu"
     route_kernel: str = "fused"
-    stages: bool = True
+    stages: bool | None = None
+    graphs: str = "auto"
     check_slots: bool = False
     window: int | None = None
     draft: str | None = None
@@ -125,11 +129,11 @@ class EngineConfig:
         require_types(
             self,
             {
-                **dict.fromkeys(("model", "device", "dtype", "admission", "route_kernel"), _TEXT),
+                **dict.fromkeys(("model", "device", "dtype", "admission", "route_kernel", "graphs"), _TEXT),
                 **dict.fromkeys(("revision", "vram", "profile", "learn"), _MAYBE_TEXT),
                 "max_model_len": (int, type(None)),
                 "slots": (SlotsRequest,),
-                "stages": (bool,),
+                "stages": (bool, type(None)),
                 "check_slots": (bool,),
                 "adapt": (bool,),
                 "window": (int, type(None)),
@@ -148,6 +152,7 @@ class EngineConfig:
             f"one of {', '.join(ROUTE_KERNELS)}",
             self.route_kernel,
         )
+        require(self.graphs in GRAPHS, "graphs", f"one of {', '.join(GRAPHS)}", self.graphs)
         length = self.max_model_len
         require(length is None or length >= 2, "max_model_len", "2 or more tokens", length)
         self._check_windows()

@@ -333,6 +333,14 @@ class DeviceExperts:
 
     # -- figures ----------------------------------------------------------------------------------------------
 
+    def move_counts(self, num_rows: int, top_k: int) -> torch.Tensor:
+        """int64 [2] on the device: distinct and cold experts of the windows of such a size since the last call, which
+        are then counted there no more; for a captured window."""
+        space = self._space(num_rows, top_k)
+        counts_2 = space.counts_2.clone()
+        space.counts_2.zero_()
+        return counts_2
+
     def take_counts(self) -> tuple[int, int]:
         """Distinct experts of the windows since the last call, and the cold ones among them."""
         distinct = cold = 0

@@ -20,12 +20,14 @@ import torch
 from warmset import checkpoint as ckpt
 from warmset import drafting, model, plan, profile
 from warmset.answer import Answer, Run, Watch
+from warmset.captured import CapturedWindows
 from warmset.config import MAX_WINDOW_ROWS, EngineConfig, Resolved, SamplingConfig, shown
 from warmset.conversation import Conversation
 from warmset.depth import Depth
 from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes, open_arena, why_not
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
+from warmset.graph.stamps import StampClock, follow_kinds
 from warmset.landing import staging_bytes
 from warmset.models import BUILTIN, BUILTIN_PROFILES, find_model
 from warmset.residency import Residency
@@ -129,7 +131,10 @@ class TokenEngine:
         self.policy = policy
         self.prepared = prepare(config)
         self.notes: list[str] = []
-        self.clock = StageClock(self.prepared.device, enabled=config.stages)
+        device, stages = self.prepared.device, config.stages
+        self._wants_graphs = config.graphs == "on" or (config.graphs == "auto" and device.type == "cuda")
+        kind = StampClock if self._wants_graphs else StageClock
+        self.clock: StageClock = kind(device, enabled=device.type == "cpu" if stages is None else stages)
         self._progress = progress
         self._answering = threading.Lock()
         self._closed = False
@@ -180,10 +185,13 @@ class TokenEngine:
         )
         self.notes.extend(routing.notes)
         model.install(trunk, layers, runner, routing, self.clock)
+        if isinstance(self.clock, StampClock):
+            follow_kinds(trunk, self.clock)
         self.runner = runner
         self.windows = WindowRunner(trunk, runner, routing, self.clock)
         self.windows.residency = self.residency = self._open_residency()
         self._open_draft(trunk)
+        self._open_captured()
 
     def _open_residency(self) -> Residency:
         residency = Residency(
@@ -204,7 +212,7 @@ class TokenEngine:
     def refill(self) -> None:
         """Slots as at the start, and admission with nothing learned, so that the legs of a measurement begin alike."""
         self.residency.settle()
-        self.slots.fill(self.choose_residents(self.num_slots.value), self.store)
+        self.slots.fill(self.choose_residents(self.slots.num_slots), self.store)
         self.store.reset_counts()
         self.windows.residency = self.residency = self._open_residency()
 
@@ -234,6 +242,23 @@ class TokenEngine:
         if self.draft.wants_hidden:
             self.windows.on_rows = self.draft.see
         self.conversation = Conversation(self.windows, self.draft, self.config.snapshot_bytes)
+
+    def _open_captured(self) -> None:
+        source = self.drafting.source
+        self.captured: CapturedWindows | None = None
+        if not self._wants_graphs:
+            self._no_graphs = "graphs are off" if self.config.graphs == "off" else "the device is the CPU"
+        elif source not in ("none", "lookup"):
+            self._no_graphs = f"the host makes the drafts ({source})"
+        else:
+            self._no_graphs = ""
+            self.captured = CapturedWindows(
+                self.windows,
+                self.runner,
+                self.clock,
+                source=source,  # type: ignore[arg-type]  # one of the two
+                max_model_len=self.prepared.max_model_len,
+            )
 
     def _reporter(self, what: str) -> Callable[[int, int], None] | None:
         progress = self._progress
@@ -346,6 +371,8 @@ class TokenEngine:
         self.windows.routing.use(policy)
         self.policy = policy
         self.conversation.forget()
+        if self.captured is not None:
+            self.captured.forget()
 
     def identity(self) -> profile.Identity:
         experts = self.prepared.experts
@@ -398,12 +425,14 @@ class TokenEngine:
             stop_ids=stop_ids,
             max_model_len=self.prepared.max_model_len,
             watch=watch,
+            captured=self.captured,
         )
         start = time.perf_counter()
         sequence, logits_V, run.cached_tokens = self.conversation.read(prompt_ids)
         try:
             drawn = answer.first(sequence, logits_V)
             run.prompt_ms = 1e3 * (time.perf_counter() - start)
+            run.led_by_host = self._no_graphs or answer.why_host(sequence)
             yield from answer.tokens(sequence, drawn, lambda: self._closed)
         finally:
             self.conversation.keep(sequence)
@@ -428,7 +457,7 @@ class TokenEngine:
             "prompt_ms": run.prompt_ms,
             "device": str(self.prepared.device),
             "dtype": str(self.prepared.dtype).removeprefix("torch."),
-            "slots": self.num_slots.value,
+            "slots": self.slots.num_slots,
             "slots_why": self.num_slots.why,
             "experts_total": self.prepared.experts.num_layers * self.prepared.experts.num_experts,
             "residents_from": self.residents_from,
@@ -456,6 +485,11 @@ class TokenEngine:
             ),
             "hit_rate": 1 - routing["cold_after"] / counts.picks if counts.picks else None,
             "stages": stages or None,
+            "graphs": {
+                "used": run.led_by_host is None,
+                "why_not": run.led_by_host,
+                "captures": 0 if self.captured is None else self.captured.captures,
+            },
         }
 
     def close(self) -> None:

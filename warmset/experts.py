@@ -78,6 +78,12 @@ class ExpertRunner:
         _ = self.counts  # what is still on the device belongs to the old ones
         self._counts = counts
 
+    def count_captured(self, layer_windows: int, distinct: int, cold: int) -> None:
+        """What captured windows read, which run without this object."""
+        self._counts.layer_windows += layer_windows
+        self._add(distinct - cold, cold)
+        self.store.bytes_read += cold * self.store.layout.payload_bytes
+
     def run(
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:

@@ -187,7 +187,12 @@ class Engine:
 
     def stream_ids(self, ids: list[int], sampling: SamplingConfig) -> Iterator[str]:
         writer = Writer(self.tokenizer, sampling.stop)
-        for _ in self.tokens.decode(ids, sampling, self._stop_ids, writer.take):
+        watch = (
+            writer.take if sampling.stop else None
+        )  # else no text can end the answer, and nobody has to wait
+        for token in self.tokens.decode(ids, sampling, self._stop_ids, watch):
+            if watch is None:
+                writer.take(token)
             piece = writer.next_piece()
             if piece:
                 yield piece

@@ -141,6 +141,14 @@ def generate(
         str,
         typer.Option("--route-kernel", metavar="fused|warp|serial", help="Which kernels route, on a GPU."),
     ] = ENGINE.route_kernel,
+    graphs: Annotated[
+        str,
+        typer.Option(
+            "--graphs",
+            metavar="auto|on|off",
+            help="Windows that the device leads; auto: on a GPU. On a CPU slower.",
+        ),
+    ] = ENGINE.graphs,
     stats: Annotated[bool, typer.Option("--stats", help="Show the figures of the answer on stderr.")] = False,
     stages: Annotated[bool, typer.Option("--stages", help="Show where a window's time goes.")] = False,
     json_path: JsonOption = None,
@@ -192,6 +200,8 @@ def request_of(given: Mapping[str, Any]) -> Request:
         learn=given["learn"],
         admission=given["admission"],
         route_kernel=given["route_kernel"],
+        graphs=given["graphs"],
+        stages=given["stages"] or None,
         window=rows_of(given["window"], given["speculative"]),
         draft="model" if draft is None and draft_model is not None else draft,
         draft_model=draft_model,
@@ -312,9 +322,9 @@ def run_generate(request: Request, prompt: str, *, quiet: bool) -> dict[str, Any
 def stats_table(answer: dict[str, Any]) -> Any:
     from warmset.measure.report import key_values
 
-    hidden = ("text", "stages", "admission", "routing", "drafts", "logprobs", "notes")
+    hidden = ("text", "stages", "admission", "routing", "drafts", "graphs", "logprobs", "notes")
     flat = {key: value for key, value in answer.items() if key not in hidden and not key.endswith("_why")}
-    for group in ("admission", "routing", "drafts"):
+    for group in ("admission", "routing", "drafts", "graphs"):
         for key, value in answer[group].items():
             if not isinstance(value, list | dict) and not key.endswith("_why"):
                 flat[f"{group}.{key}"] = value

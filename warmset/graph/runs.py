@@ -24,7 +24,7 @@ from warmset.graph import draws
 from warmset.graph.cache import StaticCache, pages_for, why_not_static
 from warmset.graph.forms import StaticForms
 from warmset.graph.lookup import look_up
-from warmset.graph.stamps import Mark
+from warmset.graph.stamps import Mark, StampClock
 from warmset.model import quiet_transformers
 from warmset.router import Routing
 from warmset.routing import COUNTER_NAMES
@@ -48,6 +48,22 @@ class RunCounts:
     picks: int
     routing_5: torch.Tensor
     verified_routing_5: torch.Tensor
+    distinct_experts: int = 0
+    """Read by these windows, and the cold ones among them; 0 where the runner counts them itself."""
+    cold_experts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRows:
+    """What the last window did, row by row; every row of it, kept or not.
+
+    counters_T5 and picked_T (picks that are no padding) are sums over the layers; own_LTK the router's own picks, where
+    `keeps_picks` asked for them.
+    """
+
+    counters_T5: torch.Tensor
+    picked_T: torch.Tensor
+    own_LTK: torch.Tensor | None
 
 
 @dataclass
@@ -56,6 +72,7 @@ class _Captured:
 
     graph: Any
     marks: tuple[Mark, ...]
+    rows: WindowRows
     kept: Any = field(default=None, repr=False)
 
 
@@ -77,6 +94,10 @@ class WindowRuns:
         self.cache: StaticCache | None = None
         self.on_logits: Callable[[torch.Tensor], None] | None = None
         """Called with the logits [T, V] of each window that runs as Python; for tests."""
+        self.keeps_picks = False
+        """Whether `last_rows` has the router's own picks."""
+        self.counts_reads = False
+        """Whether `counts` has the experts that windows before the answer's end read; the runner then has none."""
         self._runner = runner
         self._routing = routing
         self._source = source
@@ -95,8 +116,10 @@ class WindowRuns:
         self._out_N = torch.zeros(MAX_NEW_TOKENS + MAX_WINDOW_ROWS, **make)
         self._out_at = torch.zeros((), **make)
         self._history_S = torch.zeros(0, **make)
-        self._figures = torch.zeros(4 + 2 * len(COUNTER_NAMES), **make)
+        self._figures = torch.zeros(6 + 2 * len(COUNTER_NAMES), **make)
         self._read = 0
+        self._rows: WindowRows | None = None
+        self._no_reads = torch.zeros(2, **make)
 
     # -- a sequence -------------------------------------------------------------------------------------------
 
@@ -114,6 +137,7 @@ class WindowRuns:
             "cold experts are copied by the host"
             if kernels is not None and not kernels.table.all_readable
             else None,
+            "routing is being recorded" if self._routing.kept_logits is not None else None,
         )
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -127,22 +151,25 @@ class WindowRuns:
         sampling: SamplingConfig,
         most_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
+        max_length: int = 0,
     ) -> None:
         """Take over the sequence of `ids`, whose states are `state`; `token` was drawn after it and runs first.
 
-        most_tokens: how many further tokens may be drawn.
+        most_tokens: how many further tokens may be drawn. max_length: of any sequence to come, where it is known.
         """
         assert len(ids) == state.length and 0 < most_tokens <= MAX_NEW_TOKENS and len(stop_ids) <= MAX_STOPS
         places = pages_for(state.length + most_tokens)
         if self.cache is None or self.cache.places < places:
-            self.cache = StaticCache(state, places, self._device)
-            self._forget()
+            most = max(places, min(2 * places, pages_for(max_length)))  # room to grow: graphs stay longer
+            self.cache = None  # its memory may be needed for the new one
+            self.forget()
+            self.cache = StaticCache(state, most, self._device)
         else:
             self.cache.load(state)
         self.forms.prepare(self.cache)
         if len(self._history_S) != self.cache.places:
             self._history_S = torch.zeros(self.cache.places, dtype=torch.int64, device=self._device)
-            self._forget()
+            self.forget()
         self._history_S[: len(ids) + 1] = torch.tensor([*ids, token], device=self._device)
         self._kind = self._draws.use(sampling)
         self.token_X.fill_(token)
@@ -165,6 +192,7 @@ class WindowRuns:
                     self._body(rows)
             return
         captured = self._captured(rows)
+        self._rows = captured.rows
         for _ in range(num_windows):
             captured.graph.replay()
 
@@ -186,6 +214,18 @@ class WindowRuns:
         self._read = written
         return tokens, bool(done)
 
+    def last_rows(self) -> WindowRows:
+        """What the last window did; overwritten by the next."""
+        assert self._rows is not None
+        return self._rows
+
+    @torch.inference_mode()
+    def take_back(self, num_rows: int) -> None:
+        """The last `num_rows` kept rows of the last window shall not have run. Only before `end`: the run is over."""
+        assert self.cache is not None
+        self.cache.place.begin_2[1:].sub_(num_rows)
+        self._done.fill_(True)
+
     @torch.inference_mode()
     def end(self, state: SequenceState) -> int:
         """Give the sequence back: `state` is as if it had run the kept rows itself. Returns how many there were."""
@@ -198,8 +238,9 @@ class WindowRuns:
         """Figures since `begin`; waits for the device."""
         figures = self._figures.cpu()
         width = len(COUNTER_NAMES)
-        windows, rows, verified, picks = figures[:4].tolist()
-        return RunCounts(windows, rows, verified, picks, figures[4 : 4 + width], figures[4 + width :])
+        windows, rows, verified, picks, distinct, cold = figures[:6].tolist()
+        routing_5, verified_5 = figures[6:].split(width)
+        return RunCounts(windows, rows, verified, picks, routing_5, verified_5, distinct, cold)
 
     def marks(self, rows: int) -> tuple[Mark, ...]:
         """The stage marks of a window of `rows` rows, for `StampClock.read`."""
@@ -209,9 +250,15 @@ class WindowRuns:
 
     # -- capture ----------------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        """Memory that graphs hold has moved: they are captured again when they are needed."""
+    def forget(self) -> None:
+        """Let go of every graph; each is captured again when it is needed."""
         self._graphs.clear()
+        self._pool = None
+
+    def prepare(self, rows: int) -> None:
+        """Capture now what a run of such windows needs, if it is not there yet."""
+        if self._device.type == "cuda":
+            self._captured(rows)
 
     def _key(self, rows: int) -> tuple:
         routing, slots = self._routing, self._runner.slots
@@ -223,6 +270,8 @@ class WindowRuns:
             id(routing.table),
             self._source,
             self.clock.enabled,
+            self.keeps_picks,
+            self.counts_reads,
         )
 
     def _captured(self, rows: int) -> _Captured:
@@ -245,9 +294,12 @@ class WindowRuns:
             torch.cuda.current_stream(self._device).wait_stream(side)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # thread_local: copies that other threads have started may go on
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = self._body(rows)
         self._pool = self._pool or graph.pool()
+        if isinstance(self.clock, StampClock):
+            self.clock.drop()
         self._done.copy_(done)
         self._figures.copy_(figures)
         assert self._runner.device_experts is not None
@@ -255,7 +307,7 @@ class WindowRuns:
         self._runner.counts = counts
         self.captures += 1
         kept = (kept, self._routing.policy, self._routing.table)
-        return _Captured(graph, getattr(self.clock, "marks", ()), kept)
+        return _Captured(graph, getattr(self.clock, "marks", ()), self.last_rows(), kept)
 
     # -- one window -------------------------------------------------------------------------------------------
 
@@ -264,7 +316,7 @@ class WindowRuns:
         assert self.cache is not None
         place, routing, clock = self.cache.place, self._routing, self.clock
         row_T = torch.arange(rows, device=self._device)
-        with clock.window():
+        with clock.captured() if isinstance(clock, StampClock) else clock.window():
             token_T, position_T = self.token_X[:rows], place.open(rows)
             num_drafts = self._num_drafts.clamp(max=rows - 1)
             real_T = row_T <= num_drafts if self._source == "lookup" and rows > 1 else None
@@ -338,8 +390,14 @@ class WindowRuns:
         picked_T = torch.stack([routed.ids_TK for routed in made]).ge(0).sum(dim=(0, 2))
         kept_T = (row_T < count).long()
         verified_T = (row_T <= num_drafts).long() * running
+        own_LTK = torch.stack([routed.own_ids_TK for routed in made]) if self.keeps_picks else None
+        self._rows = WindowRows(counters_T5=counters_T5, picked_T=picked_T, own_LTK=own_LTK)
+        reads_2 = self._no_reads
+        if self.counts_reads and self._runner.device_experts is not None:
+            reads_2 = self._runner.device_experts.move_counts(*made[0].ids_TK.shape) * running
         figures = [
             torch.stack([running, count, verified_T.sum(), (picked_T * kept_T).sum()]),
+            reads_2,
             (counters_T5 * kept_T[:, None]).sum(dim=0),
             (counters_T5 * verified_T[:, None]).sum(dim=0),
         ]

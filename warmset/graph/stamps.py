@@ -1,9 +1,9 @@
 """The stage clock of a captured window: the device writes its own clock between the stages.
 
-`StampClock` is a `StageClock` whose marks are launches of a tiny kernel (`kernels.stamp`), so they are captured with
-the window and run with every replay. Each window first files away the stamps of the one before, so that a run of
-windows is read at its end and nothing waits for the host. Marks carry the kind of layer that they lie in. On a CPU the
-marks are the host's clock, taken as the same code runs.
+`StampClock` is a `StageClock` that also times windows inside `captured()`: there its marks are launches of a tiny
+kernel (`kernels.stamp`), so they are captured with the window and run with every replay. Each window first files away
+the stamps of the one before, so that a run of windows is read at its end and nothing waits for the host. Marks carry
+the kind of layer that they lie in. On a CPU the marks are the host's clock, taken as the same code runs.
 
     stamp_N   [N]     int64 ns   of the window that runs
     log_WN    [W, N]  int64 ns   of earlier windows; row w holds window w - 1
@@ -36,13 +36,15 @@ class Mark:
 
 
 class StampClock(StageClock):
-    """Marks inside windows; `marks` is what the last window that ran as Python consists of."""
+    """Marks inside windows; `marks` is what the last captured window that ran as Python consists of."""
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         super().__init__(device, enabled=enabled)
         self.kind = ANY_LAYER
         self.marks: tuple[Mark, ...] = ()
         self._combining = False
+        self._stamping = False
+        self._last_end: int | None = None
         if not enabled:
             return
         self._stamp_N = torch.zeros(MAX_STAMPS, dtype=torch.int64, device=device)
@@ -51,6 +53,8 @@ class StampClock(StageClock):
         self._kinds: list[str] = []
 
     def _now(self) -> object:
+        if not self._stamping:
+            return super()._now()
         place = len(self._marks)
         assert place < MAX_STAMPS, "too many stages in a window"
         self._kinds.append(self.kind)
@@ -63,15 +67,24 @@ class StampClock(StageClock):
         return place
 
     @contextmanager
-    def window(self) -> Iterator[None]:
+    def captured(self) -> Iterator[None]:
+        """One window whose marks are stamps; as `window` is for windows that the host leads."""
         if not self.enabled:
             yield
             return
         self._log_WN.index_copy_(0, self._windows % LOGGED_WINDOWS, self._stamp_N[None])
         self._windows += 1
-        self._kinds = []
-        with super().window():
+        self._kinds, self._stamping = [], True
+        self._stack, self._marks = ["gap"], []
+        self._marks = [("gap", self._now())]
+        try:
             yield
+        finally:
+            self._marks.append(("", self._now()))
+            self.marks = tuple(
+                Mark(stage=name, kind=kind) for (name, _), kind in zip(self._marks, self._kinds, strict=True)
+            )
+            self._marks, self._stack, self._stamping = [], [], False
 
     def begin_combine(self) -> None:
         """The experts of a layer have run: what is left of the layer puts their sum into the stream."""
@@ -83,17 +96,34 @@ class StampClock(StageClock):
             self.leave()
         self._combining = False
 
-    def _close(self) -> None:
-        self._marks.append(("", self._now()))
-        self.marks = tuple(
-            Mark(stage=name, kind=kind) for (name, _), kind in zip(self._marks, self._kinds, strict=True)
-        )
-        self._marks, self._stack = [], []
-
     def reset(self) -> None:
         super().reset()
+        self._last_end = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the stamps of captured windows that were not collected."""
         if self.enabled:
             self._windows.zero_()
+
+    def collect(self, marks: tuple[Mark, ...]) -> None:
+        """Put the captured windows since the last call, which all had these marks, beside those of the host."""
+        begin, end = self._bounds(marks)
+        windows = self.read(marks)
+        if self._last_end is not None:
+            windows[0][("gap", ANY_LAYER)] += (begin - self._last_end) / 1e6
+        self._last_end = end
+        self.drop()
+        for window in windows:
+            totals = dict.fromkeys(STAGES, 0.0)
+            for (stage, _), ms in window.items():
+                totals[stage] += ms
+            self.windows_ms.append(totals)
+
+    def _bounds(self, marks: tuple[Mark, ...]) -> tuple[int, int]:
+        """ns at which the first captured window since the last `collect` began, and the last one ended."""
+        first = self._log_WN[1] if int(self._windows) > 1 else self._stamp_N
+        return int(first[0]), int(self._stamp_N[len(marks) - 1])
 
     def read(self, marks: tuple[Mark, ...]) -> list[dict[tuple[str, str], float]]:
         """ms by (stage, kind) of every window since the last reset, which all had these marks; `gap` is the time

@@ -214,4 +214,3 @@ def index_blocks(
         picked_TB, begin_2, mask_TS, blocks, places, RATIO=weights.ratio, BLOCK_S=1024, num_warps=4, **FP,
     )  # fmt: skip
     return mask_TS.view(torch.bool)
-

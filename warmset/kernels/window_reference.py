@@ -84,7 +84,7 @@ def index_blocks(
     block_cos_BR: torch.Tensor,
     block_sin_BR: torch.Tensor,
 ) -> torch.Tensor:
-    """As `index_blocks.index_blocks`."""
+    """As `index_blocks.index_blocks`; of equal scores, torch's topk on a CPU does not always pick the first."""
     num_rows, (blocks, width), ratio = len(qk_TX), block_keys_BD.shape, weights.ratio
     row_T = torch.arange(num_rows, device=qk_TX.device)
     position_T = begin_2[1] + row_T
@@ -101,10 +101,10 @@ def index_blocks(
     scores_TNB = query_TND.float() @ block_keys_BD.float().T
     scores_TB = scores_TNB.relu().sum(dim=1) / width**0.5
     whole_T1 = (position_T[:, None] + 1) // ratio
-    there_TB = torch.arange(blocks, device=qk_TX.device)[None] < whole_T1
-    scores_TB = scores_TB.masked_fill(~there_TB, float("-inf"))
-    order_TB = scores_TB.sort(dim=1, descending=True, stable=True).indices[:, : weights.top]
-    picked_TB = torch.zeros_like(there_TB).scatter(1, order_TB, True) & there_TB
+    picked_TB = torch.zeros_like(scores_TB, dtype=torch.bool)
+    for row, whole in enumerate(whole_T1[:, 0].tolist()):  # host sync: the CPU is the host
+        # The library's own choice among equal scores, which depends on how many there are.
+        picked_TB[row, scores_TB[row, :whole].topk(min(weights.top, whole)).indices] = True
     picked_TS = picked_TB[:, :, None].expand(-1, -1, ratio).reshape(num_rows, -1)
     picked_TS = F.pad(picked_TS, (0, len(index_keys_SD) - picked_TS.shape[1]))
     return picked_TS | (torch.arange(len(index_keys_SD), device=qk_TX.device)[None] >= whole_T1 * ratio)
