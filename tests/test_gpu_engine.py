@@ -16,7 +16,15 @@ TOKENS = 16
 
 
 def run(folder, slots: str, ids, policy=None, dtype="float32"):
-    config = EngineConfig(model=str(folder), slots=SlotsRequest(text=slots), device="cuda", dtype=dtype)
+    """Led by the host, window by window, so that logits can be recorded (`test_gpu_windows` has captured windows)."""
+    config = EngineConfig(
+        model=str(folder),
+        slots=SlotsRequest(text=slots),
+        device="cuda",
+        dtype=dtype,
+        graphs="off",
+        stages=True,
+    )
     engine = TokenEngine(config, policy)
     seen = []
     step = engine.windows.step

@@ -140,6 +140,31 @@ def test_experts_on_disk_give_the_tokens_of_the_arena(checkpoints, prompt_ids, m
         engine.close()
 
 
+@pytest.mark.parametrize("delayed", ["compute", "copy"])
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_c10_a_slow_stream_changes_no_token(checkpoints, prompt_ids, graphs, delayed):
+    """Residents follow the text by lru, several moves a window, while windows or copies are held up by 5 ms each."""
+    folder, settings = checkpoints["qwen3_next"], {"dtype": "bfloat16", "graphs": graphs}
+    expected = tokens_of(open_on_gpu(folder, "33%", **settings), prompt_ids, 60)
+    for slots in ("1", "33%"):
+        engine = open_on_gpu(folder, slots, admission="lru", **settings)
+        copies, after_window = engine.slots._copies, engine.residency.after_window
+
+        def hold_up(own, num_rows, copies=copies, after_window=after_window):
+            if delayed == "copy":
+                with torch.cuda.stream(copies._stream):
+                    torch.cuda._sleep(10_000_000)
+            after_window(own, num_rows)
+            if delayed == "compute":
+                torch.cuda._sleep(10_000_000)
+
+        engine.residency.after_window = hold_up
+        assert tokens_of(engine, prompt_ids, 60) == expected
+        assert slots == "1" or engine.stats()["admission"]["moves"] > 10
+        engine.slots.check_integrity()
+        engine.close()
+
+
 def test_pinning_refused_after_some_bytes_gives_the_same_tokens_and_one_message(
     checkpoints, prompt_ids, monkeypatch
 ):

@@ -8,6 +8,7 @@ from conftest import FAMILIES
 from helpers import open_engine
 from windows import ScriptedDraft, decode, parts_at_a_near_tie, use_draft
 
+from warmset.config import SamplingConfig
 from warmset.errors import RowError, WarmsetError
 from warmset.routing import MarginSwap
 
@@ -150,3 +151,27 @@ def test_a_drafted_row_that_cannot_be_routed_ends_no_answer(checkpoints, prompt_
     engine.windows.read_prompt(sequence, prompt_ids)
     with pytest.raises(RowError, match="row 0"):
         engine.windows.verify(sequence, [poison, 5])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_an_error_between_a_window_and_its_commit_takes_the_window_back(checkpoints, prompt_ids, rows):
+    """A watcher that fails: its error comes through, and the engine goes on to answer as if it had not been."""
+    engine = open_engine(checkpoints["qwen4_exp"], "33%")
+    text = decode(engine, prompt_ids, 12)
+    use_draft(engine, ScriptedDraft(prompt_ids + text, wrong=0.0), rows)
+    drawn = []
+
+    def watch(token: int) -> bool:
+        drawn.append(token)
+        if len(drawn) == 7:
+            raise RuntimeError("no more")
+        return False
+
+    with pytest.raises(RuntimeError, match="no more"):
+        list(engine.decode(prompt_ids, SamplingConfig(max_new_tokens=12), watch=watch))
+    sequence = engine.conversation._sequence
+    assert sequence is None or sequence.length == sequence.state.length
+    turn = [*prompt_ids, *text[:6], 77]
+    again = list(engine.decode(turn, SamplingConfig(max_new_tokens=6)))
+    assert engine.stats()["cached_tokens"] >= len(prompt_ids)
+    assert again == decode(engine, turn, 6)

@@ -65,3 +65,20 @@ def parts_at_a_near_tie(reference: list[int], other: list[int], logits_NV: torch
             return True
     assert len(reference) == len(other)
     return False
+
+
+BY_NOISE = {"temperature": 1e6, "seed": 5}
+"""So hot that the noise of each position alone decides its token, whatever the model says."""
+
+
+def foreseen(engine: TokenEngine, tokens: int, *, wrong_every: int = 0) -> tuple[list[int], list[int]]:
+    """A prompt in which lookup finds the answer that comes with `BY_NOISE`, and this answer.
+
+    wrong_every: each so many tokens of what it finds is another one (0: all are right).
+    """
+    text = decode(engine, [7] * (2 * tokens + 2), tokens, **BY_NOISE)
+    found = [
+        (token + 1) % 8000 if wrong_every and place % wrong_every == wrong_every - 1 else token
+        for place, token in enumerate(text)
+    ]
+    return [9, *found, *range(1, tokens + 1), 9], text

@@ -165,8 +165,12 @@ class Answer:
             with self._clock.stage("sample"):
                 return self._sampler.accept(logits_TV, drafts, position, self._ends), 0
         logits_TV = windows.verify(sequence, [token, *drafts])
-        with self._clock.stage("sample"):
-            drawn = self._sampler.accept(logits_TV, drafts, position, self._ends)
+        try:
+            with self._clock.stage("sample"):
+                drawn = self._sampler.accept(logits_TV, drafts, position, self._ends)
+        except BaseException:
+            windows.abandon(sequence)
+            raise
         windows.commit(sequence, len(drawn))
         return drawn, len(logits_TV) - 1
 

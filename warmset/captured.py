@@ -84,7 +84,7 @@ class CapturedWindows:
         """
         residency = self._windows.residency
         self._runs.keeps_picks = residency is not None and residency.watches
-        self._one_by_one = watched or self._runs.keeps_picks or not self._gpu
+        self._one_by_one = watched or self._runs.keeps_picks or not self._runs.captures_windows
         self._runs.begin(
             sequence.state, sequence.ids, token,
             sampling=sampling, most_tokens=most_tokens, stop_ids=stop_ids, max_length=self._max_model_len,
@@ -102,17 +102,18 @@ class CapturedWindows:
         ends: told of each token as it is read; True ends the answer with it, and what came after it did not run.
         """
         many = 1 if self._one_by_one or rows > 1 else min(MANY, self._left)
-        self._runs.run(many, rows)
+        drawn: list[int] = []
         try:
+            self._runs.run(many, rows)
             tokens, _ = self._runs.take()
-        except BaseException:
+            for token in tokens:
+                drawn.append(token)
+                if ends(token):
+                    break
+            self._written += drawn
+        except BaseException:  # states and ids would not go together
             self._failed = True
             raise
-        drawn: list[int] = []
-        for token in tokens:
-            drawn.append(token)
-            if ends(token):
-                break
         if self._clock.enabled and isinstance(self._clock, StampClock):
             self._clock.collect(self._runs.marks(rows))
         drafts = 0
@@ -124,7 +125,6 @@ class CapturedWindows:
         if len(drawn) < len(tokens):
             self._cut(len(drawn), len(tokens))
         self._left -= len(drawn)
-        self._written += drawn
         picks_LTK = self._runs.last_rows().own_LTK
         if self._windows.residency is not None and picks_LTK is not None:
             self._windows.residency.after_window(list(picks_LTK.unbind(0)), len(drawn))
@@ -166,5 +166,7 @@ class CapturedWindows:
         counts.routing_5 += ran.routing_5
         counts.verified_routing_5 += ran.verified_routing_5
         if self._gpu:
-            num_layers = self._runner.store.num_layers
-            self._runner.count_captured(ran.windows * num_layers, ran.distinct_experts, ran.cold_experts)
+            layers = (
+                self._runner.store.num_layers if self._runs.captures_windows else 0
+            )  # else the runner counted
+            self._runner.count_captured(ran.windows * layers, ran.distinct_experts, ran.cold_experts)

@@ -292,7 +292,8 @@ class TokenEngine:
         on_gpu = self.prepared.device.type == "cuda"
         return plan.Needs(
             weights=sum(weights.values()) + self.prepared.drafting.extra_bytes,
-            cache=self._cache_bytes(trunk),
+            cache=self._cache_bytes(trunk)
+            * (2 if on_gpu and self._wants_graphs else 1),  # and the static pages
             prompt=prompt,
             window=window if on_gpu else staging_bytes(self.prepared.experts.layout, layout),
             max_model_len=self.prepared.max_model_len,
@@ -437,6 +438,8 @@ class TokenEngine:
         finally:
             self.conversation.keep(sequence)
             self._save_learned()
+            if self.config.check_slots:
+                self.slots.check_integrity()
 
     def stats(self) -> dict[str, Any]:
         """The figures of the last answer under the names of `generate --json`; unknown is None."""

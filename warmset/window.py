@@ -179,6 +179,14 @@ class WindowRunner:
             if self.residency is not None:
                 self.residency.after_window([routed.own_ids_TK for routed in self._routing.made], num_rows)
 
+    def abandon(self, sequence: Sequence) -> None:
+        """An error came between a window and its commit: none of its rows has run, or the sequence is broken."""
+        tokens, self._open = self._open, []
+        if len(tokens) > 1:
+            sequence.state.settle(0)
+        elif tokens:
+            sequence.broken = True
+
     def step(self, sequence: Sequence, token: int) -> torch.Tensor:
         """One window of one row: logits [V] after `token`, committed."""
         logits_1V = self.verify(sequence, [token])

@@ -4,7 +4,8 @@
 
 Everything that changes from window to window lies in device memory and is written in place: tokens, positions, states,
 what was drawn, how much is left, and whether the answer has ended; a window after the end keeps nothing. On a GPU the
-body runs once to compile, once to be captured, and from then on as one launch; on a CPU the same body runs as Python.
+body runs once to compile, once to be captured, and from then on as one launch; on a CPU, and where the host has to
+bring cold experts to the GPU, the same body runs as Python.
 A graph belongs to a number of rows, a kind of draw, and what is baked into it (policy, whether anything is cold,
 memory of the states); slots and tables change in place and need no new capture. Knows token ids, no text.
 """
@@ -12,7 +13,7 @@ memory of the states); slots and tables change in place and need no new capture.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -121,6 +122,15 @@ class WindowRuns:
         self._rows: WindowRows | None = None
         self._no_reads = torch.zeros(2, **make)
 
+    @property
+    def captures_windows(self) -> bool:
+        """Whether windows are graphs. On a CPU, and where the host must bring cold experts to the GPU, the same code
+        runs as Python, so that the bits are the same in every tier."""
+        if self._device.type != "cuda":
+            return False
+        kernels = self._runner.device_experts
+        return kernels is None or kernels.table.all_readable or self._runner.slots.all_resident
+
     # -- a sequence -------------------------------------------------------------------------------------------
 
     def why_not(self, state: SequenceState, sampling: SamplingConfig) -> str | None:
@@ -134,9 +144,6 @@ class WindowRuns:
             "the policy learns between windows" if self._routing.means is not None else None,
             "the policy runs in plain torch" if gpu and self._routing.runs_in_torch else None,
             "experts run in plain torch" if gpu and kernels is None else None,
-            "cold experts are copied by the host"
-            if kernels is not None and not kernels.table.all_readable
-            else None,
             "routing is being recorded" if self._routing.kept_logits is not None else None,
         )
         return next((reason for reason in reasons if reason is not None), None)
@@ -186,7 +193,7 @@ class WindowRuns:
     def run(self, num_windows: int, rows: int) -> None:
         """Run windows of `rows` rows, without waiting for them; after the answer's end they keep nothing."""
         assert self.cache is not None and 1 <= rows <= MAX_WINDOW_ROWS
-        if self._device.type != "cuda":
+        if not self.captures_windows:
             with self.forms.using(self.cache), quiet_transformers():
                 for _ in range(num_windows):
                     self._body(rows)
@@ -244,7 +251,7 @@ class WindowRuns:
 
     def marks(self, rows: int) -> tuple[Mark, ...]:
         """The stage marks of a window of `rows` rows, for `StampClock.read`."""
-        if self._device.type != "cuda":
+        if not self.captures_windows:
             return getattr(self.clock, "marks", ())
         return self._captured(rows).marks
 
@@ -257,7 +264,7 @@ class WindowRuns:
 
     def prepare(self, rows: int) -> None:
         """Capture now what a run of such windows needs, if it is not there yet."""
-        if self._device.type == "cuda":
+        if self.captures_windows:
             self._captured(rows)
 
     def _key(self, rows: int) -> tuple:
@@ -283,7 +290,7 @@ class WindowRuns:
     def _capture(self, rows: int) -> _Captured:
         """Run the body once with nothing to keep, so that it compiles and makes its buffers; then capture it."""
         assert self.cache is not None
-        counts = self._runner.counts
+        counts = replace(self._runner.counts)  # the object itself counts what runs as Python here
         done, figures = self._done.clone(), self._figures.clone()
         self._done.fill_(True)
         side = torch.cuda.Stream(self._device)
