@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 from helpers import open_engine
 
 from warmset.config import SamplingConfig
-from warmset.profile import Identity, Profile, load_profile, save_profile, spread_evenly
+from warmset.errors import WarmsetError
+from warmset.profile import (
+    Identity,
+    Learner,
+    Profile,
+    load_profile,
+    merge,
+    profile_to_extend,
+    read_profile,
+    save_profile,
+    spread_evenly,
+)
 
 IDENTITY = Identity(model="m", num_layers=2, num_experts=16, fingerprint="abc")
 
@@ -45,6 +59,10 @@ def test_round_trip(saved):
         {"counts": None},
         {"rows": "many"},
         {"decay": float("inf")},
+        {"decay": -5},
+        {"decay": 7.0},
+        {"rows": 1e308},
+        {"counts": [[1e308] * 16] * 2},
         {"layers": 2.0},
         {"counts": [[True] * 16] * 2},
         {"counts": [["1"] * 16] * 2},
@@ -102,3 +120,77 @@ def test_an_engine_starts_without_a_foreign_profile_and_says_so_once(checkpoints
 
 def test_without_a_profile_layers_take_turns():
     assert spread_evenly(2, 4, 5) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+
+
+def test_a_learner_counts_own_picks_with_decay_and_leaves_padding_out():
+    learner = Learner(IDENTITY, decay=0.5, text="t")
+    learner.add(np.array([[[0, 1]], [[2, -1]]]))
+    learner.add(np.array([[[1, 3], [1, 16]], [[2, 5], [2, 5]]]))
+    found = learner.profile()
+    assert found.counts_LE[0, :4].tolist() == [0.25, 2.25, 0, 1] and found.counts_LE[0].sum() == 3.5
+    assert found.counts_LE[1, [2, 5]].tolist() == [2.25, 2] and found.rows == 2.25
+    goes_on = Learner(IDENTITY, found, decay=1.0)
+    goes_on.add(np.array([[[0, 1]], [[2, 3]]]))
+    assert goes_on.profile().counts_LE[0, 0] == 1.25 and goes_on.profile().text == "t"
+
+
+def test_profiles_of_one_model_add_up_and_others_are_refused(tmp_path):
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json", "d.json")]
+    other = Identity(model="m", num_layers=2, num_experts=16, fingerprint="xyz")
+    for path, identity, count in zip(
+        paths, (IDENTITY, IDENTITY, other, IDENTITY), (1.0, 2.0, 3.0, 1e15), strict=True
+    ):
+        save_profile(
+            Profile(identity=identity, counts_LE=np.full((2, 16), count), rows=4 * min(count, 9)), path
+        )
+    one, two, foreign, huge = map(read_profile, paths)
+    added = merge([one, two])
+    assert (added.counts_LE == 3.0).all() and added.rows == 12 and added.identity == IDENTITY
+    with pytest.raises(WarmsetError, match=r"fingerprint is 'abc' in .*a\.json and 'xyz' in .*c\.json"):
+        merge([one, foreign])
+    with pytest.raises(WarmsetError, match="at most 1e"):
+        merge([one, huge])
+
+
+def test_learning_goes_on_from_a_profile_and_overwrites_nothing_else(tmp_path, saved):
+    assert profile_to_extend(saved, IDENTITY).rows == 8.0
+    assert profile_to_extend(tmp_path / "new.json", IDENTITY) is None
+    (tmp_path / "letter.txt").write_text("dear reader")
+    for path in (tmp_path / "letter.txt", tmp_path / "none" / "p.json", tmp_path):
+        with pytest.raises(WarmsetError, match="learn must name"):
+            profile_to_extend(path, IDENTITY)
+
+
+SAVER = """
+import sys
+from pathlib import Path
+import numpy as np
+from warmset.profile import Identity, Profile, save_profile
+
+identity = Identity(model="m", num_layers=2, num_experts=16, fingerprint="abc")
+print("ready", flush=True)
+while True:
+    save_profile(Profile(identity=identity, counts_LE=np.full((2, 16), float(sys.argv[2]))), Path(sys.argv[1]))
+"""
+
+
+def test_two_processes_that_save_and_are_killed_leave_a_whole_profile(saved):
+    savers = [
+        subprocess.Popen([sys.executable, "-c", SAVER, str(saved), count], stdout=subprocess.PIPE)
+        for count in ("1", "2")
+    ]
+    seen = set()
+    try:
+        for saver in savers:
+            assert saver.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 20
+        while len(seen) < 2 and time.monotonic() < deadline:
+            counts_LE = read_profile(saved).counts_LE
+            if len(np.unique(counts_LE)) == 1:
+                seen.add(counts_LE[0, 0])
+    finally:
+        for saver in savers:
+            saver.kill()
+            saver.wait()
+            saver.stdout.close()
+    assert seen == {1.0, 2.0} and read_profile(saved).counts_LE[0, 0] in seen

@@ -18,7 +18,15 @@ from windows import ScriptedDraft, use_draft
 
 from warmset.config import SamplingConfig
 from warmset.errors import WarmsetError
-from warmset.measure.recording import load_recording, of_trace, ranked, read_texts, recording, save_recording
+from warmset.measure.recording import (
+    load_recording,
+    of_trace,
+    ranked,
+    read_texts,
+    read_with_drafts,
+    recording,
+    save_recording,
+)
 from warmset.measure.trace import record_trace
 from warmset.routing import MarginSwap
 
@@ -119,6 +127,30 @@ def test_windows_and_commits_are_marked(recorded):
     assert (short.own_NLK[short.committed_N.astype(bool)] == own_NLK).all()
     assert any(kept < end - first for first, end, kept in short.windows), "no row was taken back"
     assert all(1 <= kept <= end - first <= 4 for first, end, kept in short.windows)
+
+
+def test_a_given_text_in_windows_with_drafts_is_that_text_row_by_row(checkpoints):
+    """With drafts that are wrong at times: each token once, and the picks of windows of one row."""
+    text = PROMPT_IDS * 3
+    engine = open_engine(checkpoints["qwen4_exp"], "33%", window=8, draft="lookup", adapt=False)
+    found = []
+    for decode in (
+        lambda: read_with_drafts(engine, text, (1, 2, 4, 8)),
+        lambda: read_texts(engine, text, 1),
+    ):
+        use_draft(engine, ScriptedDraft(text, wrong=0.3), 8)
+        with recording(engine, None) as recorder:
+            recorder.kind = "text"
+            decode()
+            found.append(recorder.recording())
+    drafted, alone = found
+    assert drafted.num_rows > int(drafted.committed_N.sum()) == len(text) == alone.num_rows
+    assert {end - first for first, end, _ in drafted.windows} >= {1, 2, 4, 8}
+    text_rows = drafted.row_by_row()
+    assert len(text_rows.windows) == len(text)
+    for name in ("window_N", "committed_N", "position_N", "kind_N", "count_NL", "own_NLK"):
+        assert np.array_equal(getattr(text_rows, name), getattr(alone, name)), name
+    assert np.allclose(text_rows.score_P, alone.score_P, atol=1e-4)
 
 
 def test_round_trip_and_nothing_is_left_behind(recorded, saved):

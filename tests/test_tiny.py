@@ -12,7 +12,7 @@ from helpers import decode_with_logits, open_engine
 
 import warmset
 from warmset.checkpoint import open_checkpoint
-from warmset.measure.trace import load_trace
+from warmset.measure.recording import load_recording
 from warmset.models import BUILTIN, BUILTIN_PROFILES, DATA
 
 FOLDER = BUILTIN["builtin:tiny"]
@@ -68,9 +68,9 @@ def test_profiles_and_trace_belong_to_the_model():
     for name in ("mix", "code"):
         profile = json.loads(BUILTIN_PROFILES["builtin:tiny"].with_name(f"profile-{name}.json").read_text())
         assert profile["fingerprint"] == fingerprint and profile["text"] == name
-    trace = load_trace(DATA / "trace.safetensors")
-    assert trace.fingerprint == fingerprint
-    assert trace.scores_NLE.shape == (1200, 4, 512) and trace.kinds == ("prose", "code")
+    trace = load_recording(DATA / "trace.safetensors")
+    assert trace.fingerprint == fingerprint and trace.kinds == ("prose", "code")
+    assert (trace.committed_N.sum(), trace.num_layers, trace.num_experts) == (1200, 4, 512)
 
 
 def test_a_third_resident_by_the_profile_takes_most_picks():

@@ -24,6 +24,8 @@ from warmset.errors import WarmsetError
 FORMAT = "warmset-profile"
 VERSION = 1
 MOST_BYTES = 256 << 20
+MOST_COUNT = 1e15
+"""Of one expert, and of rows: far beyond any text, and whole numbers are exact up to there."""
 DECAY = 1 - 2**-14
 """Of all counts, a row: a pick weighs half as much after 11,356 more rows."""
 
@@ -92,7 +94,8 @@ class Learner:
 
 
 def merge(profiles: list[Profile]) -> Profile:
-    """The sum of profiles of one model, each with the weight of its rows; WarmsetError where models differ."""
+    """The sum of profiles of one model, each with the weight of its rows; WarmsetError where models differ or counts
+    grow beyond what a profile may hold."""
     assert profiles
     first = profiles[0].identity
     for other in profiles[1:]:
@@ -106,10 +109,14 @@ def merge(profiles: list[Profile]) -> Profile:
                     f"Profiles must be of one model: {name} is {mine!r} in {profiles[0].source} "
                     f"and {theirs!r} in {other.source}."
                 )
+    counts_LE = np.sum([profile.counts_LE for profile in profiles], axis=0)
+    rows = sum(profile.rows for profile in profiles)
+    if max(rows, counts_LE.max()) > MOST_COUNT:
+        raise WarmsetError(f"Profiles must add up to counts of at most {MOST_COUNT:g}.")
     return Profile(
         identity=first,
-        counts_LE=np.sum([profile.counts_LE for profile in profiles], axis=0),
-        rows=sum(profile.rows for profile in profiles),
+        counts_LE=counts_LE,
+        rows=rows,
         decay=profiles[0].decay,
         text="; ".join(dict.fromkeys(profile.text for profile in profiles if profile.text)),
     )
@@ -214,9 +221,10 @@ def _validate(raw: object, expected: Identity, source: str) -> tuple[Profile | N
         return None, f"{source} has counts that are not numbers"
     if counts_LE.shape != (expected.num_layers, expected.num_experts):
         return None, f"{source} has counts of shape {counts_LE.shape}"
-    whole = np.isfinite(counts_LE).all() and np.isfinite([rows, decay]).all()
-    if not whole or (counts_LE < 0).any() or rows < 0:
-        return None, f"{source} has counts that are negative or not finite"
+    if not ((counts_LE >= 0) & (counts_LE <= MOST_COUNT)).all() or not 0 <= rows <= MOST_COUNT:
+        return None, f"{source} has counts that are negative, not finite or beyond {MOST_COUNT:g}"
+    if not 0 < decay <= 1:
+        return None, f"{source} has a decay that is not above 0 and at most 1"
     profile = Profile(
         identity=expected,
         counts_LE=counts_LE,

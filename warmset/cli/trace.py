@@ -24,6 +24,7 @@ from .profile import check_out, profile_for, read_texts
 ENGINE, SAMPLING = EngineConfig(), SamplingConfig()
 DEFAULT_MARGIN = "1.0"
 MOST_RUNS = 1000
+MOST_RATE_BYTES = 1 << 40
 trace = command_group("trace", "Routing traces, and any policy, cache or slot count over them.")
 
 
@@ -163,10 +164,13 @@ def trace_replay(
     """Hits, cold experts, bytes and predicted ms of policies x admissions x slots."""
     from warmset.measure.replay import Rates
 
-    require(expert_bytes is None or expert_bytes >= 1, "--expert-bytes", "1 or more", expert_bytes)
-    require(layer_bytes >= 0, "--layer-bytes", "0 or more", layer_bytes)
+    allowed = f"1 to {MOST_RATE_BYTES}"
+    require(
+        expert_bytes is None or 1 <= expert_bytes <= MOST_RATE_BYTES, "--expert-bytes", allowed, expert_bytes
+    )
+    require(0 <= layer_bytes <= MOST_RATE_BYTES, "--layer-bytes", f"0 to {MOST_RATE_BYTES}", layer_bytes)
     for name, rate in (("--cold-gbs", cold_gbs), ("--copy-gbs", copy_gbs), ("--fast-gbs", fast_gbs)):
-        require(0 < rate < 1e9, name, "above 0 GB/s", rate)
+        require(0 < rate < 1e9, name, "above 0 and below 1e9 GB/s", rate)
     rates = Rates(
         fast_gbs=fast_gbs, cold_gbs=cold_gbs, copy_gbs=copy_gbs, expert_bytes=expert_bytes, layer_bytes=layer_bytes
     )  # fmt: skip

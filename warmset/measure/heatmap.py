@@ -20,7 +20,8 @@ SHADES = " ·░▒▓█"
 COLOURS = ("grey23", "blue", "cyan", "green", "yellow", "red")
 FIRST_STEP = 0.5
 SHARES = (0.16, 0.33)
-DEFAULT_WIDTH = 56
+DEFAULT_WIDTH = 48
+"""Cells of a layer: with the figures beside them a line has 80 columns at most."""
 
 
 def loads_LE(profile: Profile, *, ranked: bool) -> np.ndarray:
@@ -56,7 +57,7 @@ def heat_table(profile: Profile, *, ranked: bool = False, width: int = DEFAULT_W
     table.add_column("layer", justify="right", no_wrap=True)
     table.add_column(f"experts, {order}", no_wrap=True)
     for share in SHARES:
-        table.add_column(f"busiest {share:.0%}", justify="right", no_wrap=True)
+        table.add_column(f"{share:.0%}", justify="right", no_wrap=True)
     table.add_column("never", justify="right", no_wrap=True)
     for figures, load_E in zip(layer_figures(profile), loads, strict=True):
         line = Text()
@@ -77,7 +78,11 @@ def legend() -> str:
     bounds = [FIRST_STEP * 2**power for power in range(len(SHADES) - 1)]
     steps = [f"'{SHADES[0]}' under {bounds[0]:g}"]
     steps += [f"'{shade}' from {bound:g}" for shade, bound in zip(SHADES[1:], bounds, strict=True)]
-    return f"Of the even share of picks: {', '.join(steps)}."
+    shares = " and ".join(f"{share:.0%}" for share in SHARES)
+    return (
+        f"Of the even share of picks: {', '.join(steps)}.\n"
+        f"{shares}: what the busiest experts, so many of them, get of a layer's picks; never: experts without a pick."
+    )
 
 
 def _step(load: float) -> int:

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from warmset.kernels import dispatch
 from warmset.measure import parity
 from warmset.measure.kernels_input import Layers, made_layers, trace_layers
 from warmset.measure.record import write_record
-from warmset.measure.trace import Trace, load_trace
+from warmset.measure.trace import Trace
+from warmset.measure.whole_input import read_trace
 from warmset.routing import Exact, MarginSwap, RouteContext, RouterRule
 
 NUM_EXPERTS, TOP_K, RANKS = 512, 10, (6, 9)
@@ -81,7 +82,14 @@ def run_bench(
 
 
 def _loaded(trace: Trace | str | Path) -> Trace:
-    return trace if isinstance(trace, Trace) else load_trace(Path(trace))
+    """A file's committed rows, one after the other: windows of any size are cut from them."""
+    if isinstance(trace, Trace):
+        return trace
+    read, marks = read_trace(Path(trace))
+    if marks is None:
+        return read
+    kept_N = torch.from_numpy(marks.committed_N.astype(bool))
+    return replace(read, scores_NLE=read.scores_NLE[kept_N], kind_N=read.kind_N[kept_N])
 
 
 def record_bench(path: str | Path, *, name: str = "routing-kernels", **options: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -123,6 +123,22 @@ class Recording:
             committed_N=self.committed_N[first:end],
             position_N=self.position_N[first:end],
             kind_N=self.kind_N[first:end],
+        )
+
+    def row_by_row(self) -> Recording:
+        """The committed rows alone, each as a window of its own: the text as it is decoded without drafts."""
+        kept_N = self.committed_N.astype(bool)
+        kept_P = np.repeat(kept_N, self.count_NL.sum(axis=1, dtype=np.int64))
+        num_kept = int(kept_N.sum())
+        return replace(
+            self,
+            expert_P=self.expert_P[kept_P],
+            score_P=self.score_P[kept_P],
+            count_NL=self.count_NL[kept_N],
+            window_N=np.arange(num_kept, dtype=np.uint32),
+            committed_N=np.ones(num_kept, dtype=np.uint8),
+            position_N=self.position_N[kept_N],
+            kind_N=self.kind_N[kept_N],
         )
 
     def counts_LE(self) -> np.ndarray:
@@ -252,6 +268,27 @@ def read_texts(engine: TokenEngine, ids: list[int], rows: int) -> None:
         for first in range(0, len(part), rows):
             with engine.clock.window():
                 engine.windows.score(sequence, part[first : first + rows])
+
+
+def read_with_drafts(engine: TokenEngine, ids: list[int], sizes: Sequence[int]) -> None:
+    """Decode a given text: windows with drafts of the engine's source, of which those that the text bears out are kept.
+
+    sizes: rows of the windows, by turns. The text must fit into the model's context.
+    """
+    sequence, turn = engine.windows.start(), 0
+    while sequence.length < len(ids):
+        place = sequence.length
+        rows = min(sizes[turn % len(sizes)], len(ids) - place)
+        drafts = engine.draft.propose(
+            sequence, ids[place], rows - 1, lambda logits_V, _: int(logits_V.argmax())
+        )
+        with engine.clock.window():
+            verified = len(engine.windows.verify(sequence, [ids[place], *drafts]))
+            right = 0
+            while right + 1 < verified and drafts[right] == ids[place + 1 + right]:
+                right += 1
+            engine.windows.commit(sequence, 1 + right)
+        turn += 1
 
 
 def save_recording(recorded: Recording, path: Path) -> None:

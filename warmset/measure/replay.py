@@ -153,7 +153,7 @@ def expert_bytes_of(recorded: Recording, rates: Rates) -> int:
 def why_unknown(policy: Policy, recorded: Recording) -> str | None:
     """Why a recording holds too few scores for a policy; None where they suffice."""
     margin = recorded.margin
-    if margin is None or type(policy) in (Exact, FewerPicks):
+    if margin is None or isinstance(policy, (Exact, FewerPicks)):
         return None
     if type(policy) in (MarginSwap, WindowJoint):
         margins = policy.margin  # type: ignore[attr-defined]

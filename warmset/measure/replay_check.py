@@ -8,14 +8,14 @@ them, which no cache can better.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from warmset.errors import WarmsetError
 from warmset.measure.recording import Recording
-from warmset.measure.replay import Rates, Replayed, replay
+from warmset.measure.replay import DEFAULT_EXPERT_BYTES, Rates, Replayed, replay
 from warmset.profile import Identity, Profile, read_profile
 from warmset.routing import Exact
 
@@ -100,7 +100,8 @@ def check(recorded: Recording, mix: Profile, code: Profile, rates: Rates | None 
 
 def forms_agree(recorded: Recording, mix: Profile) -> bool:
     """Whether the replay by arrays counts what the routers' own code counts, on the first windows."""
-    part = recorded.rows(0, min(recorded.num_rows, 64))
+    part = recorded.rows(0, recorded.windows[:64][-1][1])
+    part = replace(part, margin=None)  # exact routing needs no score that a recording may lack
     slots = round(SHARE * recorded.num_layers * recorded.num_experts)
     fast = replay(part, num_slots=slots, learned=mix, rule="lfu")
     slow = replay(part, num_slots=slots, learned=mix, rule="lfu", policy=_RoutedExact())
@@ -119,7 +120,7 @@ def _texts(recorded: Recording) -> tuple[Text, Text]:
     if not whole or not one_row or switch == 0 or len(kinds) - switch < SETTLING_TOKENS + BLOCK:
         raise WarmsetError(
             f"--check needs a trace of prose, then at least {SETTLING_TOKENS + BLOCK} rows of code, in windows of one "
-            "row, such as the one that ships."
+            "row, such as the committed rows of the one that ships."
         )
     return Text(kind="prose", first=0, end=switch), Text(kind="code", first=switch, end=len(kinds))
 
@@ -169,14 +170,19 @@ def _ratios(
 
 
 def shipped_check(rates: Rates | None = None) -> dict[str, Any]:
-    """`check` on the trace and the profiles that ship."""
+    """`check` on the profiles and the trace that ship, its committed rows one by one.
+
+    Experts have the size in `rates`, or that of its defaults: those of the embedded model would cost nothing to copy.
+    """
     from warmset.measure.recording import load_recording
     from warmset.models import BUILTIN, DATA
 
+    rates = rates or Rates()
     recorded = load_recording(DATA / "trace.safetensors")
+    recorded = replace(recorded, expert_bytes=rates.expert_bytes or DEFAULT_EXPERT_BYTES)
     tiny = BUILTIN["builtin:tiny"]
     mix, code = (read_profile(tiny / f"profile-{name}.json") for name in ("mix", "code"))
     for learned in (mix, code):
         if learned.identity.fingerprint != recorded.fingerprint:
             raise WarmsetError(f"{learned.source} is not of the model that the trace is of.")
-    return {**check(recorded, mix, code, rates), "forms_agree": forms_agree(recorded, mix)}
+    return {**check(recorded.row_by_row(), mix, code, rates), "forms_agree": forms_agree(recorded, mix)}

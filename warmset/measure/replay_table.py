@@ -14,7 +14,7 @@ from warmset.measure.report import number
 
 
 def replay_tables(runs: Sequence[dict[str, Any]]) -> list[Table]:
-    """A table for each policy, one line a replay; MB is 10**6 bytes."""
+    """A table for each policy, one line a replay, which fits a terminal of 80 columns; MB is 10**6 bytes a window."""
     tables: dict[str, Table] = {}
     for run in runs:
         if run["policy"] not in tables:
@@ -26,7 +26,7 @@ def replay_tables(runs: Sequence[dict[str, Any]]) -> list[Table]:
 def _empty_table(policy: str) -> Table:
     table = Table(title=policy, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("admission")
-    for name in ("slots", "hit rate", "cold a layer", "swaps", "MB a window", "moved", "ms a window"):
+    for name in ("slots", "hits", "cold", "swaps", "MB cold", "MB moved", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
@@ -49,7 +49,7 @@ def rates_line(rates: Rates, expert_bytes: int) -> str:
     return (
         f"Predicted at {rates.fast_gbs:g} GB/s fast memory, {rates.cold_gbs:g} GB/s cold experts, "
         f"{rates.copy_gbs:g} GB/s copies, {expert_bytes:,} bytes an expert, {rates.layer_bytes:,} bytes of all else "
-        "a layer; ms a window are medians."
+        "a layer. Cold experts are of a layer and window, MB and ms of a window; ms are medians."
     )
 
 
