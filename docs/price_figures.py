@@ -4,7 +4,8 @@ results/price.json              the record: table, sweep, budget, free answers, 
 docs/price-policies.svg, .png   bytes of cold experts a token against excess KL
 docs/price-budget.svg, .png     one margin for all layers against one for each
 warmset/models/tiny/policy.json the margins that `--route-resident auto` stands for
-docs/price.md                   the blocks between `<!-- NAME -->` and `<!-- end -->`
+docs/price.md                   the blocks between `<!-- NAME -->` and `<!-- end -->`; `speed` comes from
+                                results/price-speed.json, which `warmset price --speed` wrote on a GPU
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from warmset.measure.price.plain import ratio_to_plain
 from warmset.measure.price.plot import plot_budget, plot_policies
 from warmset.measure.price.run import PriceConfig, Source, open_engine, price_engine, run, scored_text
 from warmset.measure.price.session import Search, measure_free, write_policy_file
+from warmset.measure.price.speed import prices_of
 from warmset.measure.record import read_record, write_record
 from warmset.models import BUILTIN_POLICIES
 from warmset.profile import write_atomically
@@ -30,8 +32,11 @@ from warmset.text import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "results" / "price.json", ROOT / "docs" / "price.md"
+SPEED_RECORD = ROOT / "results" / "price-speed.json"
 MODEL, SLOTS = "builtin:tiny", "33%"
 MARGINS = (0.25, 0.5, 1.0)
+OTHER_RANKS = ((4, 9), (8, 9))
+"""Tails besides the default one, 6-9, for the price beside the speed."""
 BUDGET_SHARE = 0.5
 """Of the excess KL of margin 0.25: the margins found with it ship."""
 PLAIN_POSITIONS, CALIBRATION_POSITIONS = 1000, 3000
@@ -58,11 +63,16 @@ def measure() -> dict[str, Any]:
         found = search.find(BUDGET_SHARE * results["policies"][0]["excess_kl"])
         arms = [pricing.arm(policy, random=False) for policy in found.policies]
         results["budget"] = found.results(engine.identity(), arms)
+        write_policy_file(BUILTIN_POLICIES[MODEL], results["budget"], MODEL, results)
         results["free"] = measure_free(engine, tokenizer, policies, config.seed, bars.update)
         part = text.first_positions(PLAIN_POSITIONS, config.rows)
         results["plain"] = ratio_to_plain(engine, part, policies[0], config.rows)
         results["sweep"] = pricing.sweep(engine.choose_residents)
-        write_policy_file(BUILTIN_POLICIES[MODEL], results["budget"], MODEL, results)
+        results["other_ranks"] = [
+            pricing.arm(MarginSwap(margin=margin, ranks=ranks), random=False)
+            for ranks in OTHER_RANKS
+            for margin in MARGINS
+        ]
         search.finish()
         pricing.finish()
         engine.close()
@@ -76,7 +86,10 @@ def render(record: dict[str, Any]) -> None:
         plot_policies(results["sweep"], ROOT / "docs" / f"price-policies.{suffix}")
         plot_budget(results["budget"], ROOT / "docs" / f"price-budget.{suffix}")
     page = PAGE.read_text(encoding="utf-8")
-    for name, block in blocks(results).items():
+    shown = blocks(results)
+    if SPEED_RECORD.exists():
+        shown["speed"] = speed_block(read_record(SPEED_RECORD), results)
+    for name, block in shown.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         assert len(pattern.findall(page)) == 1, name
         page = pattern.sub(lambda match, block=block: match[1] + block + match[2], page)
@@ -88,6 +101,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
     header = ["", "off", *(table.short(arm["policy"]) for arm in arms)]
     return {
         "table": table.markdown(header, table.price_rows(off, arms)),
+        "tails": table.markdown(*tail_rows([*arms, *results["other_ranks"]])),
         "losses": table.markdown(["margin", "loss here", "change", "perplexity", "change",
                                   "loss there", "change", "perplexity", "change"], losses(off, arms)),
         "kinds": table.markdown(*table.split_rows(arms, "by_kind", "kind of text")),
@@ -95,7 +109,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
         "ranks": table.markdown(*rank_rows(arms[0])),
         "sweep": table.markdown(*table.sweep_rows(results["sweep"])),
         "free": table.markdown(*table.free_rows(results["free"])),
-        "budget": table.markdown(*budget_rows(results["budget"])),
+        "budget": table.markdown(*budget_rows(results["budget"])) + budget_sentence(results["budget"]),
         "plain": plain_sentence(results["plain"]),
     }  # fmt: skip
 
@@ -113,6 +127,25 @@ def losses(off: dict[str, Any], arms: list[dict[str, Any]]) -> list[list[str]]:
             f"{there:.4f}", f"{beyond:+.4f}", f"{math.exp(there):.2f}", f"{math.expm1(beyond):+.1%}",
         ])  # fmt: skip
     return rows
+
+
+def tail_rows(arms: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for arm in arms:
+        margin, _, ranks = arm["policy"].removeprefix("margin:margin=").partition(",ranks=")
+        low, high = arm["excess_kl_interval"]
+        rows.append(
+            [
+                ranks or "6-9",
+                margin,
+                f"{arm['excess_kl']:.5f}",
+                f"{low:.5f} to {high:.5f}",
+                f"{arm['argmax_same']:.1%}",
+                f"{arm['loss_change']:+.4f}",
+                f"{arm['bytes_saved']:.1%}",
+            ]
+        )
+    return ["ranks", "margin", "excess KL", "interval", "argmax", "loss change", "bytes saved"], rows
 
 
 def rank_rows(arm: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -147,6 +180,26 @@ def budget_rows(budget: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, rows
+
+
+def budget_sentence(budget: dict[str, Any]) -> str:
+    found = budget["compared"]
+    return (
+        f"\nOn the price text one margin a layer saves {found['bytes_saved_ratio']:.2f} times the bytes of one margin "
+        f"for all, at {found['excess_kl_ratio']:.2f} times its excess KL.\n"
+    )
+
+
+def speed_block(record: dict[str, Any], results: dict[str, Any]) -> str:
+    config, found = record["config"], record["results"]
+    speed = found["speed"]
+    return (
+        table.markdown(*table.speed_rows(found["legs"], prices_of(results)))
+        + f"\nTime: one {record['gpu']}, the shape {config['shape']}, {config['slots']:,} of "
+        f"{config['layers'] * config['experts']:,} experts resident, windows of {config['rows']} rows; "
+        f"{speed['rounds']} rounds of {config['windows']} windows a leg; committed rows: {speed['committed_from']}. "
+        f"Price: the embedded model, {results['positions']:,} positions.\n"
+    )
 
 
 def plain_sentence(plain: dict[str, Any]) -> str:

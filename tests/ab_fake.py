@@ -2,7 +2,8 @@
 
 Called as `ab_fake.py -P -m warmset ab-leg`. The file named by AB_FAKE holds one JSON object: `speeds`, tokens a
 second of each leg in turn; `tokens`, leg -> the ids of its answers; `fail`, legs that fail; `hang`, the leg that never
-ends; `files`, what the check says of the arm's files.
+ends; `files`, what the check says of the arm's files; `work` and `read`, leg -> the hash of its windows and how many
+experts it read, for legs of `bench window`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ def main() -> None:
         arm = job["check"]
         if "--bogus" in arm["words"]:
             sys.exit("warmset: --a: No such option: --bogus")
+        config = {"words": arm["words"]}
+        if arm["words"][:2] == ["bench", "window"]:
+            rows = arm["words"][arm["words"].index("--rows") + 1] if "--rows" in arm["words"] else "4"
+            config |= {"shape": "tiny", "rows": int(rows), "trace": "t.safetensors", "trace_sha256": "0" * 64}
         exact = None if "--route-resident" in arm["words"] else ["m"]
-        words = [*arm["words"], *([] if arm["model"] in arm["words"] else [arm["model"]])]
-        say(words=words, config={"words": words}, exact_work=exact, files=orders.get("files", {}))
+        words = list(arm["words"])
+        if words[:1] != ["bench"] and arm["model"] not in words:
+            words.append(arm["model"])
+        say(words=words, config=config, exact_work=exact, files=orders.get("files", {}))
         return
     legs = orders_file.with_suffix(".legs")
     number = len(legs.read_text().splitlines()) if legs.exists() else 0
@@ -45,6 +52,20 @@ def main() -> None:
         time.sleep(600)
     speed = orders["speeds"][number % len(orders["speeds"])]
     tokens = orders.get("tokens", {}).get(str(number), "1 2 3")
+    if "windows" in job:
+        for _ in range(job["samples"]):
+            say(
+                event="sample",
+                windows=job["windows"],
+                ms_per_window=1e3 / speed,
+                tokens_per_sec=None,
+                accepted_per_window=None,
+                cold_experts_per_layer_window=2.0,
+                distinct_experts=orders.get("read", {}).get(str(number), 9),
+                work_sha256=orders.get("work", {}).get(str(number), "w"),
+            )
+        say(event="end", machine={})
+        return
     for _ in job["prompts"][1:]:
         say(
             event="sample",

@@ -13,66 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ab_experiments import FAKE, Fakes, call, speeds
 
-from warmset import cli
 from warmset.errors import WarmsetError
 from warmset.measure.ab import analysis
 from warmset.measure.ab.plan import PROMPTS_FILE, read_prompts
 from warmset.measure.ab.state import machine_state
 from warmset.models import BUILTIN_PROFILES
 
-FAKE = Path(__file__).parent / "ab_fake.py"
-
-
-def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    """`warmset ab WORDS` in this process: exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["warmset", "ab", *words])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    captured = capsys.readouterr()
-    return left.value.code or 0, captured.out, captured.err
-
-
-class Fakes:
-    """Runs experiments whose legs are `ab_fake.py`."""
-
-    def __init__(self, folder: Path, monkeypatch, capsys) -> None:
-        self.python = folder / "python"
-        self.python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
-        self.python.chmod(0o755)
-        self.orders = folder / "orders.json"
-        self.record = folder / "record.json"
-        self.call = lambda *words: call(monkeypatch, capsys, *words)
-        monkeypatch.setenv("AB_FAKE", str(self.orders))
-
-    def words(self, *more: str, a: str = "--slots 1", b: str = "--slots 2") -> list[str]:
-        own = ["--a-python", str(self.python), "--b-python", str(self.python)]
-        return ["--a", a, "--b", b, *own, "--samples", "2", "--json", str(self.record), *more]
-
-    def run(self, *more: str, a: str = "--slots 1", b: str = "--slots 2", **orders) -> tuple[int, str, str]:
-        self.orders.write_text(json.dumps(orders))
-        return self.call(*self.words(*more, a=a, b=b))
-
-    def results(self) -> dict:
-        return json.loads(self.record.read_text())["results"]
-
-    def legs_run(self) -> list[str]:
-        return self.orders.with_suffix(".legs").read_text().splitlines()
-
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch, capsys) -> Fakes:
     return Fakes(tmp_path, monkeypatch, capsys)
-
-
-def speeds(pairs: int, order: str, a: float, b: list[float]) -> list[float]:
-    from warmset.measure.ab.order import first_arms
-
-    found = []
-    for pair, first in enumerate(first_arms(pairs, order)):
-        legs = {"a": a, "b": b[pair]}
-        found += [legs[first], legs["b" if first == "a" else "a"]]
-    return found
 
 
 @pytest.mark.parametrize("order", ["alternating", "halves"])
@@ -147,7 +99,15 @@ def stop_at_leg(fakes: Fakes, number: int, how: signal.Signals) -> tuple[int, st
     orders = {"speeds": speeds(6, "alternating", 100.0, b), "hang": number}
     fakes.orders.write_text(json.dumps(orders))
     command = [sys.executable, "-m", "warmset", "ab", *fakes.words("--pairs", "6")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
+    )
     legs = fakes.orders.with_suffix(".legs")
     deadline = time.monotonic() + 60
     while not legs.exists() or len(legs.read_text().splitlines()) <= number:
@@ -293,8 +253,10 @@ BAD = [
     (["--a", "--slots 1", "--b", "--json -"], "--json"),
     (["--a", "--slots 1", "--b", "--help"], "--help"),
     (["--a", "--slots 1", "--b", "'"], "quotation"),
-    (["--a", "--slots 1", "--b", "bench decode"], "bench decode does not exist yet"),
-    (["--a", "--slots 1", "--b", "bench window --rows 4"], "trace"),
+    (["--a", "--slots 1", "--b", "bench decode"], "of one command. Got generate and bench decode"),
+    (["--a", "bench kernels", "--b", "bench kernels"], "no other bench decodes"),
+    (["--a", "--slots 1", "--b", "--slots 2", "--windows", "3"], "--windows is not for arms of generate"),
+    (["--a", "--slots 1", "--b", "--slots 2", "--budget-sec", "0"], "--budget-sec must be above 0"),
     (["--a", "--slots 1", "--b", "nowhere/at/all --slots 2"], "nowhere/at/all"),
     (["--a", "--slots 1", "--b", "--max-model-len 40"], "must fit into max_model_len, 40"),
     (["--a", "--slots 1"], "--b must say"),

@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from helpers import open_engine
 from warmset import disk, plan
 from warmset import memory as host_memory
 from warmset.checkpoint import ExpertLayout
+from warmset.config import SamplingConfig
 from warmset.disk import Part, Reader
 from warmset.errors import CheckpointError, WarmsetError
 from warmset.store import ArenaStore, FileStore
@@ -349,3 +351,24 @@ def test_a_model_bigger_than_the_memory_it_may_use_decodes_the_same(tmp_path):
     assert pages_in_cache(file) < 0.1 * file.stat().st_size / mmap.PAGESIZE, (
         "the experts stayed in the page cache"
     )
+
+
+@pytest.mark.parametrize("admission", ["off", "lfu"])
+def test_a_checkpoint_that_shrinks_while_it_decodes_is_named_and_the_engine_stays_whole(
+    checkpoints, prompt_ids, tmp_path, admission
+):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["qwen3_moe"], folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    engine = open_engine(folder, "2", admission=admission)
+    tokens = engine.decode(prompt_ids, SamplingConfig(max_new_tokens=12))
+    next(tokens)
+    os.truncate(folder / "model.safetensors", len(whole) // 8)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ended early"):
+        list(tokens)
+    engine.residency.settle()
+    engine.slots.check_integrity()
+    with open(folder / "model.safetensors", "r+b") as stream:  # the same file, since the engine holds it open
+        stream.write(whole)
+    assert len(list(engine.decode(prompt_ids, SamplingConfig(max_new_tokens=3)))) == 3
+    engine.close()

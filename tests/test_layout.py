@@ -48,6 +48,7 @@ ORDER = [
     "depth",
     "graph",
     "window",
+    "captured",
     "conversation",
     "answer",
     "engine",
@@ -109,7 +110,7 @@ def test_public_names():
 
 
 FLAGS = {
-    "generate": "--admission --chat --device --draft --draft-model --dtype --frequency-penalty --json --learn "
+    "generate": "--admission --chat --device --draft --draft-model --dtype --frequency-penalty --graphs --json --learn "
     "--logprobs --max-model-len --max-new-tokens --min-p --num-speculative-tokens --policy "
     "--presence-penalty --profile --prompt --ranks --repetition-penalty --revision --route-kernel "
     "--route-resident --seed --slots --stages --stats --stop --temperature --top-k --top-p --vram "
@@ -117,9 +118,9 @@ FLAGS = {
     "ab": "--a --a-python --b --b-python --drift --effect --json --markdown --max-new-tokens --noise --null --order "
     "--pairs --plot --power --prompts --resume --samples --seed --simulate",
     "ab-leg": "",
-    "price": "--budget-kl --calibration --calibration-positions --controls --device --dtype --free --json --margins "
-    "--plot --policies --policy --policy-file --positions --profile --ranks --records --residency --resume "
-    "--revision --seed --simulate-residency --slots --text --window",
+    "price": "--budget-kl --budget-sec --calibration --calibration-positions --controls --device --dtype --free --json "
+    "--margins --plot --policies --policy --policy-file --positions --prices --profile --ranks --records --residency "
+    "--resume --revision --seed --shape --shape-slots --simulate-residency --slots --speed --text --trace --window",
     "env": "--json",
     "parity": "--cases --device --json --seed",
     "bench kernels": "--cases --json --trace",
@@ -128,7 +129,15 @@ FLAGS = {
     "bench window": "--budget-sec --cold-experts --device --json --part --route-resident --rows --shape --slots --tiles"
     " --trace",
     "bench decode": "--device --json --rounds --tokens --windows",
+    "bench drafts": "--device --json --prompts --slots --tokens --windows",
     "stages": "--json",
+    "profile learn": "--device --dtype --json --out --revision --slots --text --tokens",
+    "profile show": "--json --plot --ranked",
+    "profile merge": "--json --out",
+    "trace record": "--device --draft --dtype --json --margin --max-new-tokens --out --prompt --revision --slots "
+    "--text --tokens --window",
+    "trace replay": "--admission --budget --check --cold-gbs --copy-gbs --expert-bytes --fast-gbs --json --kind "
+    "--layer-bytes --policy --profile --slots",
 }
 
 

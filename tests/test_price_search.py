@@ -137,6 +137,9 @@ def test_search_on_one_text_and_report_on_another(checkpoints, tmp_path):
     report = run(price_engine(tokens, reported, config, "33%", None), found.policies).results
     results = found.results(tokens.identity(), report["policies"])
     assert results["calibration"]["token_hash"] != report["token_hash"]
+    saved = {arm["policy"]: arm["bytes_saved"] for arm in report["policies"]}
+    one, each = (saved[results[side]["policy"]] for side in ("single", "by_layer"))
+    assert results["compared"] == {"bytes_saved_ratio": pytest.approx(each / one), "excess_kl_ratio": None}
     write_policy_file(tmp_path / "p.json", results, "x", report)
     policy = parse_policy(str(tmp_path / "p.json"))
     assert policy == found.by_layer[-1].policy and len(policy.margin) == 2

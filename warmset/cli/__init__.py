@@ -5,7 +5,7 @@ Answers go to stdout, everything else to stderr. Bad input is one sentence on st
 
 from __future__ import annotations
 
-from . import ab, ab_arms, bench, generate, machine, price, profile, tools, trace, window  # noqa: F401  # each registers its commands on the application
+from . import ab, ab_arms, bench, drafts, generate, machine, price, profile, tools, trace, window  # noqa: F401  # each registers its commands on the application
 from .common import app
 from .main import main
 

@@ -10,25 +10,32 @@ import typer
 from warmset.config import EngineConfig, require, shown
 from warmset.errors import WarmsetError
 
-from . import ab_arms
+from . import ab_arms, ab_parse
+from .ab_windows import check_same_windows
 from .common import JsonOption, app, check_writable, emit_json, number
 
 OF_SIMULATIONS = ("effect", "drift", "noise")
-PAIRS, SAMPLES, NEW_TOKENS, ORDER, SEED = 12, 9, 150, "alternating", 0
+PAIRS, SAMPLES, ORDER, SEED = 12, 9, "alternating", 0
+NEW_TOKENS = WINDOWS = 150
+OF_ANSWERS, OF_WINDOWS = ("model", "prompts", "max_new_tokens"), ("windows",)
+"""Options that only arms of answers have, and only arms of `bench window`."""
 
 
 @app.command()
 def ab(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="For arms that name no model of their own.")
+        str, typer.Argument(metavar="[MODEL]", help="For arms of generate that name no model of their own.")
     ] = EngineConfig().model,
     a: Annotated[
-        str | None, typer.Option("--a", metavar="ARGS", help="Options of `generate` for arm A.")
+        str | None,
+        typer.Option(
+            "--a",
+            metavar="ARGS",
+            help="Arm A: options of `generate`, or `bench decode ...`, `bench window ...`.",
+        ),
     ] = None,
-    b: Annotated[
-        str | None, typer.Option("--b", metavar="ARGS", help="Options of `generate` for arm B.")
-    ] = None,
+    b: Annotated[str | None, typer.Option("--b", metavar="ARGS", help="Arm B, of the same command.")] = None,
     a_python: Annotated[
         str | None,
         typer.Option("--a-python", metavar="FILE", help="Python of another install, for arm A."),
@@ -42,11 +49,21 @@ def ab(
     ] = False,
     pairs: Annotated[int, typer.Option("--pairs", parser=number(int), metavar="N")] = PAIRS,
     samples: Annotated[
-        int, typer.Option("--samples", parser=number(int), metavar="N", help="Answers of each leg.")
+        int,
+        typer.Option("--samples", parser=number(int), metavar="N", help="Answers, or stretches, of a leg."),
     ] = SAMPLES,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", parser=number(int), metavar="N", help="Tokens of each answer.")
     ] = NEW_TOKENS,
+    windows: Annotated[
+        int,
+        typer.Option(
+            "--windows",
+            parser=number(int),
+            metavar="N",
+            help="Windows of each stretch of a `bench window` leg.",
+        ),
+    ] = WINDOWS,
     order: Annotated[
         str,
         typer.Option(
@@ -63,6 +80,15 @@ def ab(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the record of --json; it knows all other options.")
     ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-sec",
+            parser=number(float),
+            metavar="S",
+            help="No pair begins that would end later; --resume goes on.",
+        ),
+    ] = None,
     markdown: Annotated[
         str | None, typer.Option("--markdown", metavar="PATH", help="Write the tables as Markdown.")
     ] = None,
@@ -126,7 +152,7 @@ def _simulated(given: set[str], options: dict[str, Any]) -> None:
         allowed = {"simulate", "pairs", "order", "seed", "json_path", *OF_SIMULATIONS}
     if extra := sorted(given - allowed):
         mode = "--power" if by_power else "--simulate"
-        flag = extra[0].replace("_", "-")
+        flag = _flag(extra[0])
         raise WarmsetError(f"{mode} runs no engine and goes with {_flags(allowed)}. Got {flag} beside it.")
     json_path = options["json_path"]
     noise = PAIR_NOISE if options["noise"] is None else percent("noise", options["noise"])
@@ -144,7 +170,12 @@ def _simulated(given: set[str], options: dict[str, Any]) -> None:
 
 
 def _flags(names: set[str]) -> str:
-    return ", ".join(sorted(f"--{name.removesuffix('_path').replace('_', '-')}" for name in names))
+    return ", ".join(sorted(f"--{_flag(name)}" for name in names))
+
+
+def _flag(name: str) -> str:
+    """An option's flag without its dashes, from its Python name."""
+    return {"json_path": "json", "budget": "budget-sec"}.get(name, name.replace("_", "-"))
 
 
 def percent(name: str, text: str) -> float:
@@ -167,7 +198,9 @@ def _experiment(given: set[str], options: dict[str, Any]) -> dict[str, Any]:
         if path is None:
             raise WarmsetError("--resume needs --json FILE: the record to go on with.")
         options = {**options, **_recorded(run.read_record_of_pairs(path), given)}
-    plan = _plan(options)
+    budget = options["budget"]
+    require(budget is None or 0 < budget < 1e9, "--budget-sec", "above 0", budget)
+    plan = _plan(given, options)
     if options["resume"]:
         assert path is not None
         record = run.read_record_of_pairs(path)
@@ -181,12 +214,11 @@ def _experiment(given: set[str], options: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         typer.echo("warmset: without --json FILE no leg is kept if this stops.", err=True)
     try:
-        return run.run_legs(plan, record, path, _told)
-    except KeyboardInterrupt:
-        if path is not None:
-            done, total = len(record["results"]["legs"]), 2 * plan.pairs
+        return run.run_legs(plan, record, path, _told, budget)
+    finally:
+        done, total = len(record["results"]["legs"]), 2 * plan.pairs
+        if path is not None and done < total:
             typer.echo(f"warmset: {path} has {done} of {total} legs: --resume goes on.", err=True)
-        raise
 
 
 def _recorded(record: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -194,20 +226,21 @@ def _recorded(record: dict[str, Any], given: set[str]) -> dict[str, Any]:
     import shlex
 
     config = record["config"]
-    found = {key: config[key] for key in ("pairs", "samples", "max_new_tokens", "order", "seed", "null")}
+    keys = ("pairs", "samples", "max_new_tokens", "windows", "order", "seed", "null")
+    found = {key: config[key] for key in keys if key in config}
     found |= {name: shlex.join(config["arms"][name]["words"]) for name in ("a", "b")}
     found |= {f"{name}_python": config["arms"][name]["python"] for name in ("a", "b")}
-    if config["prompts"]["path"] is not None:
+    if config.get("prompts", {}).get("path") is not None:
         found["prompts"] = config["prompts"]["path"]
     if found["null"] and "null" not in given:
         found["b"] = None
     return {key: value for key, value in found.items() if key not in given}
 
 
-def _plan(options: dict[str, Any]) -> Any:
-    from warmset.measure.ab.plan import Plan, check_numbers, read_prompts
+def _plan(given: set[str], options: dict[str, Any]) -> Any:
+    from warmset.measure.ab.plan import Plan, check_numbers
 
-    numbers = {key: options[key] for key in ("pairs", "samples", "max_new_tokens", "order", "seed")}
+    numbers = {key: options[key] for key in ("pairs", "samples", "order", "seed")}
     check_numbers(**numbers)
     texts = {"a": options["a"], "b": options["b"]}
     pythons = {"a": options["a_python"], "b": options["b_python"]}
@@ -218,30 +251,57 @@ def _plan(options: dict[str, Any]) -> Any:
     for name in ("a", "b"):
         if texts[name] is None:
             raise WarmsetError(f"--{name} must say what arm {name.upper()} is: options of generate, or ''.")
-    prompts = read_prompts(None if options["prompts"] is None else Path(options["prompts"]))
-    arms = {
-        name: ab_arms.make_arm(
-            name, texts[name], pythons[name], options["model"], prompts.texts, options["max_new_tokens"]
-        )
-        for name in ("a", "b")
+    words = {name: ab_parse.split_arm(name, texts[name]) for name in ("a", "b")}
+    work = _work(given, options, ab_parse.command_of(words["a"]), ab_parse.command_of(words["b"]))
+    prompts = getattr(work, "prompts", None)
+    asked = {
+        "model": options["model"],
+        "prompts": () if prompts is None else prompts.texts,
+        "max_new_tokens": options["max_new_tokens"],
     }
+    arms = {name: ab_arms.make_arm(name, words[name], pythons[name], **asked) for name in ("a", "b")}
+    if prompts is None:
+        check_same_windows(arms["a"].config, arms["b"].config)
     alike = all(
         getattr(arms["a"], part) == getattr(arms["b"], part) for part in ("config", "python", "files")
     )
     if alike and not options["null"]:
         raise WarmsetError(f"--a and --b are identical: {shown(texts['b'])}. --null does that on purpose.")
-    return Plan(arms=arms, prompts=prompts, null=options["null"], **numbers)
+    return Plan(arms=arms, work=work, null=options["null"], **numbers)
+
+
+def _work(given: set[str], options: dict[str, Any], command: str, other: str) -> Any:
+    """What the samples of both arms are; refuses two commands, and options that their samples do not have."""
+    from warmset.measure.ab.plan import Answers, Stretches, read_prompts
+
+    if command != other:
+        raise WarmsetError(f"--a and --b must be arms of one command. Got {command} and {other}.")
+    foreign = {
+        ab_parse.GENERATE: OF_WINDOWS,
+        ab_parse.DECODE: (*OF_WINDOWS, "model"),
+        ab_parse.WINDOW: OF_ANSWERS,
+    }
+    for name in foreign[command]:
+        if name in given:
+            flag = "MODEL" if name == "model" else f"--{_flag(name)}"
+            raise WarmsetError(f"{flag} is not for arms of {command}.")
+    if command == ab_parse.WINDOW:
+        return Stretches(windows=options["windows"])
+    path = options["prompts"]
+    prompts = read_prompts(None if path is None else Path(path))
+    return Answers(prompts=prompts, max_new_tokens=options["max_new_tokens"])
 
 
 def _told(leg: dict[str, Any], done: int, total: int) -> None:
     """One line a leg on stderr, as it ends."""
-    from warmset.measure.ab.analysis import PRIMARY, medians
+    from warmset.measure.ab.analysis import METRICS, medians
 
     if leg["failed"] is not None:
         what = f"failed, the pair is left out: {leg['failed']}"
     else:
-        speed = medians(leg)[PRIMARY.key]
-        what = "done" if speed is None else f"{speed:.2f} {PRIMARY.label}"
+        figures = medians(leg)
+        known = [metric for metric in METRICS if figures[metric.key] is not None]
+        what = f"{figures[known[0].key]:.2f} {known[0].label}" if known else "done"
     typer.echo(f"leg {done} of {total}: pair {leg['pair'] + 1}, {leg['arm'].upper()}: {what}", err=True)
 
 

@@ -12,6 +12,7 @@ from warmset.errors import WarmsetError
 
 from .common import JsonOption, app, check_writable, emit_json, number, parse_list, show_table
 from .generate import parse_ranks
+from .price_speed import DEFAULT_MARGINS, SpeedOptions
 
 ENGINE = EngineConfig()
 
@@ -28,7 +29,8 @@ def price(
         str | None, typer.Option("--margins", metavar="X,X", help="Margins to measure: 0.25,0.5,1.0.")
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="LO-HI", help="The tail, 0-based (6-9 of 10 by default).")
+        str | None,
+        typer.Option("--ranks", metavar="LO-HI", help="The tail, 0-based (6-9 of 10); 6-9,4-9 with --speed."),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -104,6 +106,33 @@ def price(
     records: Annotated[
         str | None, typer.Option("--records", metavar="FILE", help="Every position: .jsonl or .parquet.")
     ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed", help="On a GPU: cold wait, ms a window, tokens a second by margin and ranks."
+        ),
+    ] = False,
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="NAME", help="Of the windows timed (qwen3-next-80b).")
+    ] = None,
+    shape_slots: Annotated[
+        int | None,
+        typer.Option("--shape-slots", parser=number(int), metavar="N", help="Slots of the shape (8083)."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="What those windows pick (the shipped one)."),
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option("--prices", metavar="FILE", help="With --speed: prices that --json wrote; time only."),
+    ] = None,
+    budget_sec: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-sec", parser=number(float), metavar="S", help="No round of --speed ends later (68)."
+        ),
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Perplexity and KL of a routing policy, teacher-forced through decode windows, against off and controls.
@@ -114,7 +143,21 @@ def price(
     from warmset.measure.price.records import check_records_path
     from warmset.measure.price.run import PriceConfig, check_policies
 
-    chosen = _policies(margins, ranks, policy)
+    options = SpeedOptions(
+        shape=shape, shape_slots=shape_slots, trace=trace, prices=prices, budget_sec=budget_sec
+    )
+    timing = None
+    if speed:
+        others = {"--policy": policy, "--policies": policies, "--free": free, "--budget-kl": budget_kl}
+        others |= {} if prices is None else {"--records": records}
+        for name, value in others.items():
+            if value:
+                raise WarmsetError(f"{name} is not for --speed{'' if prices is None else ' with --prices'}.")
+        timing = options.check(margins, ranks, window, device)
+        chosen: list[Any] = list(timing.request.policies().values())
+    else:
+        options.refuse_without_speed()
+        chosen = _policies(margins, ranks, policy)
     require(policies in (None, "all"), "--policies", "all", policies)
     if policies is not None and residency == "live":
         raise WarmsetError("--policies all needs frozen residency: its curve of more slots knows no other.")
@@ -155,7 +198,11 @@ def price(
         check_writable(path, option)
     check_policies(chosen)
     if not chosen and policies is None and budget_kl is None:
-        chosen = _policies("0.25,0.5,1.0", ranks, None)
+        chosen = _policies(DEFAULT_MARGINS, ranks, None)
+    timed = None if timing is None else timing.run()
+    if timing is not None and timed is not None and timing.prices is not None:
+        timing.report(timed, timing.prices, json_path)
+        return
     results = run_price(
         engine,
         config,
@@ -167,7 +214,7 @@ def price(
         search={
             "calibration": _source(calibration),
             "positions": calibration_positions,
-            "ranks": parse_ranks(ranks),
+            "ranks": None if speed else parse_ranks(ranks),
         },
         policy_file=policy_file,
         plot=plot,
@@ -175,6 +222,10 @@ def price(
     )
     if json_path != "-":
         _show(results)
+    if timing is not None and timed is not None:
+        timed["results"]["price"] = results
+        timing.report(timed, results, json_path)
+        return
     emit_json(results, json_path)
 
 

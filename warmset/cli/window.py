@@ -13,6 +13,8 @@ from warmset.errors import WarmsetError
 from .bench import bench
 from .common import JsonOption, app, check_writable, emit_json, number, parse_list, show_table
 
+WITH_TRACE = ("--slots", "--route-resident", "--route-kernel")
+
 
 @bench.command("window")
 def bench_window(
@@ -41,6 +43,14 @@ def bench_window(
         float | None,
         typer.Option("--route-resident", parser=number(float), metavar="MARGIN", help="With --trace (0.25)."),
     ] = None,
+    route_kernel: Annotated[
+        str | None,
+        typer.Option(
+            "--route-kernel",
+            metavar="fused|warp|serial",
+            help="With --trace: one leg by these kernels instead of three; off without --route-resident.",
+        ),
+    ] = None,
     tiles: Annotated[
         str | None, typer.Option("--tiles", metavar="NAME", help="Block sizes, with --part experts.")
     ] = None,
@@ -63,12 +73,12 @@ def bench_window(
     check_writable(json_path)
     require(part in ("all", "experts"), "--part", "all or experts", part)
     given = {"--trace": trace, "--slots": slots, "--route-resident": margin, "--tiles": tiles}
-    given["--budget-sec"] = budget
+    given |= {"--route-kernel": route_kernel, "--budget-sec": budget}
     allowed = {"--tiles"} if part == "experts" else set(given) - {"--tiles"}
     for name, value in given.items():
         if value is not None and name not in allowed:
             raise WarmsetError(f"{name} is not for --part {part}.")
-        if value is not None and name in ("--slots", "--route-resident") and trace is None:
+        if value is not None and name in WITH_TRACE and trace is None:
             raise WarmsetError(f"{name} needs --trace.")
     if trace is not None and cold_experts is not None:
         raise WarmsetError("--cold-experts and --trace exclude each other: a trace has its own.")
@@ -90,7 +100,8 @@ def bench_window(
         from warmset.measure.window_tables import whole_table
 
         colds = parse_list(cold_experts or "0,0.63,1.87", float)
-        more: dict[str, Any] = {"slots": slots, "margin": margin, "budget_sec": budget}
+        more: dict[str, Any] = {"slots": slots, "margin": margin, "route_kernel": route_kernel}
+        more["budget_sec"] = budget
         more = {key: value for key, value in more.items() if value is not None}
         request = Request(shape=shape, rows=numbers, colds=colds, trace=trace, **more)
         found = run_whole(request, chosen)

@@ -88,19 +88,22 @@ def _prompts() -> list[list[int]]:
 def _arms(windows: list[int], device: torch.device) -> list[Arm]:
     arms, engines = [_transformers(device)], []
     for rows in windows:
-        engine = TokenEngine(
-            EngineConfig(
-                model=MODEL,
-                slots=SlotsRequest(text="all"),
-                device=str(device),
-                window=rows,
-                draft="none" if rows == 1 else "mtp",
-            )
-        )
+        engine = TokenEngine(engine_config(rows, str(device)))
         arms.append(_engine(f"window {rows}", engine))
         engines.append(engine)
     arms.extend(_run(f"run {rows}", engines[0], rows) for rows in windows)
     return arms
+
+
+def engine_config(rows: int, device: str) -> EngineConfig:
+    """The embedded model, all experts resident, windows of up to `rows` rows with drafts by its MTP layer."""
+    return EngineConfig(
+        model=MODEL,
+        slots=SlotsRequest(text="all"),
+        device=device,
+        window=rows,
+        draft="none" if rows == 1 else "mtp",
+    )
 
 
 def _transformers(device: torch.device) -> Arm:

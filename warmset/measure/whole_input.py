@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from warmset import model
 from warmset.checkpoint import ExpertMap
 from warmset.errors import WarmsetError
 from warmset.graph.forms import HostRows
-from warmset.measure.trace import Trace
+from warmset.measure.recording import Recording, load_recording
+from warmset.measure.trace import Trace, load_trace
 from warmset.measure.window_input import SHAPES, Shape, WindowInput
 from warmset.profile import hottest
 from warmset.router import WarmRouter
@@ -32,6 +34,8 @@ from warmset.router import WarmRouter
 PAST_TOKENS = 4096
 GAP = 0.25
 """Between the logits of neighbouring ranks, where picks are fixed; exact in bf16."""
+UNKNOWN_BELOW = 20.0
+"""Scores that a recording left out are put so far below the least that it kept of their row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +177,41 @@ class ScriptedRouter(WarmRouter):
 
 @dataclass(frozen=True, kw_only=True)
 class TiledTrace:
-    """A trace over all layers of a shape: window w is logits_WLTE[w]; `resident`: the pairs that have slots."""
+    """A trace over all layers of a shape: window w is logits_WLTE[w]; `resident`: the pairs that have slots.
+
+    committed: rows that a window of the trace kept, on average; None where it has no windows of so many rows.
+    """
 
     logits_WLTE: torch.Tensor
     resident: list[tuple[int, int]]
     why: str
+    committed: float | None = None
+
+
+def read_trace(path: Path) -> tuple[Trace, Recording | None]:
+    """The scores of every row, and the marks of its windows: None for a file of full scores, which has none.
+
+    Raises WarmsetError naming the file when it is no trace.
+    """
+    try:
+        return load_trace(path), None
+    except WarmsetError:
+        recorded = load_recording(path)
+    count_R = recorded.count_NL.reshape(-1).astype(np.int64)
+    least_R = recorded.score_P[np.cumsum(count_R) - 1]
+    dense_RE = np.repeat((least_R - UNKNOWN_BELOW)[:, None], recorded.num_experts, axis=1)
+    dense_RE[np.repeat(np.arange(len(count_R)), count_R), recorded.expert_P] = recorded.score_P
+    scores_NLE = torch.from_numpy(dense_RE).view(recorded.num_rows, recorded.num_layers, recorded.num_experts)
+    trace = Trace(
+        scores_NLE=scores_NLE.half(),
+        kind_N=torch.from_numpy(recorded.kind_N),
+        kinds=recorded.kinds,
+        top_k=recorded.top_k,
+        renormalize=recorded.renormalize,
+        model=recorded.model,
+        fingerprint=recorded.fingerprint,
+    )
+    return trace, recorded
 
 
 def tile_trace(
@@ -188,11 +222,13 @@ def tile_trace(
     most_windows: int,
     counts_LE: np.ndarray | None,
     seed: int = 0,
+    marks: Recording | None = None,
 ) -> TiledTrace:
     """Layer l takes layer l modulo the trace's number, its experts permuted by a permutation of its own.
 
     counts_LE: how often the trace's own layers picked each expert, for the choice of residents; None: counted on the
-    trace itself. Windows are `rows` consecutive rows of one kind, spread over the whole trace.
+    trace itself. Windows are spread over the whole trace: those that `marks` has of so many rows, or else `rows`
+    consecutive rows of one kind.
     """
     _, trace_layers, experts = trace.scores_NLE.shape
     if experts != shape.experts or trace.top_k != shape.top_k:
@@ -210,11 +246,18 @@ def tile_trace(
         ]
         counts_LE, why = torch.stack(counts).double().numpy(), "the picks of the trace itself"
     tiled_LE = torch.from_numpy(np.asarray(counts_LE, dtype=np.float64))[source_L].gather(1, order_LE)
-    starts = [
+    own = (
+        [] if marks is None else [(first, kept) for first, end, kept in marks.windows if end - first == rows]
+    )
+    starts = [first for first, _ in own] or [
         start
         for start in range(0, trace.num_rows - rows + 1, rows)
         if bool((trace.kind_N[start : start + rows] == trace.kind_N[start]).all())
     ]
+    if not starts:
+        raise WarmsetError(
+            f"--trace must have a window of {rows} rows of one kind. Got {trace.num_rows} rows."
+        )
     step = max(1, len(starts) // most_windows)
     windows = []
     for start in starts[::step][:most_windows]:
@@ -224,4 +267,5 @@ def tile_trace(
         logits_WLTE=torch.stack(windows).to(shape.dtype),
         resident=hottest(tiled_LE.numpy(), min(slots, shape.layers * experts)),
         why=why,
+        committed=sum(kept for _, kept in own) / len(own) if own else None,
     )

@@ -7,7 +7,8 @@ first, in the same run; parts are independent, and one that fails is printed and
     rates     a kernel that only reads; pinned copies of one expert
     check     static forms against transformers' own forward, same picks
     windows   by rows and cold experts a layer: ms a window, three floors, stages
-    trace     off, MarginSwap by `swap_serial`, MarginSwap by `route_fused`, over a routing trace; legs take turns
+    trace     off, MarginSwap by `swap_serial`, MarginSwap by `route_fused`, over a routing trace; legs take turns;
+              or one leg alone, by a route kernel and a margin (none: off)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from warmset import model
-from warmset.config import MAX_WINDOW_ROWS, SamplingConfig, require
+from warmset.config import MAX_WINDOW_ROWS, ROUTE_KERNELS, SamplingConfig, require
 from warmset.device_experts import DeviceExperts
 from warmset.experts import ExpertRunner, ReadCounts
 from warmset.graph.cache import StaticCache, pages_for
@@ -35,13 +36,13 @@ from warmset.graph.forms import kernels_run
 from warmset.graph.runs import WindowRuns
 from warmset.graph.stamps import StampClock, follow_kinds, stage_table
 from warmset.measure.rates import hbm_read_gbs, pcie_copy_gbs
-from warmset.measure.trace import load_trace
 from warmset.measure.whole_input import (
     WHOLE_SHAPES,
     Script,
     TiledTrace,
     find_layers,
     make_trunk,
+    read_trace,
     tile_trace,
 )
 from warmset.measure.window import REHEARSAL_PROGRAMS
@@ -61,6 +62,9 @@ ROUNDS = 3
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 6]
 CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 LEGS = ("off", "swap_serial", "route_fused")
+MARGIN = 0.25
+LEG_NAMES = {"serial": "swap_serial", "warp": "swap_warp", "fused": "route_fused"}
+"""Route kernel -> the leg of the margin swap that it makes."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +77,12 @@ class Request:
     trace: Path | None = None
     slots: int | None = None
     """Experts that have slots, with a trace; None: as many of the shape's as 8,083 are of 24,576."""
-    margin: float = 0.25
+    trace_windows: int = TRACE_WINDOWS
+    """Of the trace, spread over it."""
+    margin: float | None = None
+    """Of the legs that swap; None: 0.25, or off where `route_kernel` asks for one leg."""
+    route_kernel: str | None = None
+    """The kernels of the one leg to measure; None: three legs."""
     budget_sec: float = BUDGET_SEC
 
     def __post_init__(self) -> None:
@@ -88,6 +97,25 @@ class Request:
         if self.slots is None:
             self.slots = total * 8083 // 24576
         require(0 <= self.slots <= total, "slots", f"0 to {total}", self.slots)
+        kernel = self.route_kernel
+        require(
+            kernel is None or kernel in ROUTE_KERNELS,
+            "route-kernel",
+            f"one of {', '.join(ROUTE_KERNELS)}",
+            kernel,
+        )
+        if self.margin is None and kernel is None:
+            self.margin = MARGIN
+        if self.margin is not None:
+            MarginSwap(margin=self.margin)
+
+    def legs(self) -> dict[str, tuple[Policy | None, str]]:
+        """Leg -> its policy and the kernels that route, over a trace."""
+        swap = None if self.margin is None else MarginSwap(margin=self.margin)
+        if self.route_kernel is not None:
+            name = "off" if swap is None else LEG_NAMES[self.route_kernel]
+            return {name: (swap, self.route_kernel)}
+        return dict(zip(LEGS, ((None, "fused"), (swap, "serial"), (swap, "fused")), strict=True))
 
 
 def run_whole(request: Request, device: torch.device) -> dict[str, Any]:
@@ -103,6 +131,7 @@ def run_whole(request: Request, device: torch.device) -> dict[str, Any]:
         "trace": None if request.trace is None else request.trace.name,
         "slots": len(bench.resident),
         "margin": request.margin if request.trace is not None else None,
+        "route_kernel": request.route_kernel,
         "layers": shape.layers,
         "past_tokens": bench.whole.past_tokens,
         "expert_bytes": shape.layout.nbytes,
@@ -226,10 +255,11 @@ class WholeBench:
 
     def _tile(self) -> None:
         assert self.request.trace is not None and self.request.slots is not None
-        trace = load_trace(self.request.trace)
+        trace, marks = read_trace(self.request.trace)
         counts = learned_counts(trace)
+        most = self.request.trace_windows
         for rows in self.request.rows:
-            tiled = tile_trace(trace, self.shape, rows, self.request.slots, TRACE_WINDOWS, counts)
+            tiled = tile_trace(trace, self.shape, rows, self.request.slots, most, counts, marks=marks)
             self.tiled[rows] = replace(tiled, logits_WLTE=tiled.logits_WLTE.to(self.device))
         self.resident = next(iter(self.tiled.values())).resident
 
@@ -420,19 +450,21 @@ class WholeBench:
         counts, self.runner.counts = self.runner.counts, ReadCounts()
         return counts.distinct_experts, counts.cold_experts
 
-    # -- the three legs ---------------------------------------------------------------------------------------
+    # -- legs over a trace ------------------------------------------------------------------------------------
 
     def _legs(self, rows: int) -> dict[str, Any]:
-        legs = {name: self._leg(name) for name in LEGS}
+        legs = {name: self._leg(*form) for name, form in self.request.legs().items()}
         order = list(legs)
         self.script.on = True
         try:
             for number in range(ROUNDS if self.device.type == "cuda" else 1):
                 for name in order if number % 2 == 0 else reversed(order):
                     self._run_leg(legs[name], rows)
-            found = {name: self._leg_figures(leg, rows) for name, leg in legs.items()}
+            found = {name: self._leg_figures(leg, self._leg_stages(leg, rows)) for name, leg in legs.items()}
         finally:
             self.script.on = False
+        if self.request.route_kernel is not None:
+            return found
         off, serial, fused = (found[name] for name in LEGS)
         found["compared"] = {
             "cold_down": 1 - fused["cold_experts"] / off["cold_experts"] if off["cold_experts"] else None,
@@ -444,14 +476,13 @@ class WholeBench:
         }
         return found
 
-    def _leg(self, name: str) -> _Leg:
-        policy = None if name == "off" else MarginSwap(margin=self.request.margin)
-        routing = self._routing(policy, "serial" if name == "swap_serial" else "fused")
+    def _leg(self, policy: Policy | None, form: Any = "fused") -> Leg:
+        routing = self._routing(policy, form)
         runs = WindowRuns(self.trunk, self.runner, routing, self.clock, source="fixed")
         runs.cache = self.runs.cache
-        return _Leg(routing=routing, runs=runs)
+        return Leg(routing=routing, runs=runs)
 
-    def _run_leg(self, leg: _Leg, rows: int) -> None:
+    def _run_leg(self, leg: Leg, rows: int) -> None:
         self.script.use_routing(leg.routing)
         self._begin(leg.runs)
         self._show(rows, 0)
@@ -474,28 +505,33 @@ class WholeBench:
         counts = leg.runs.counts()
         leg.swaps += int(counts.verified_routing_5[1])
 
-    def _leg_figures(self, leg: _Leg, rows: int) -> dict[str, Any]:
+    def _leg_stages(self, leg: Leg, rows: int, most: int | None = None) -> dict[str, Any]:
+        """The stage table over the windows of the trace, or the first `most` of them."""
         self.script.use_routing(leg.routing)
         self._begin(leg.runs)
-        ms = median(leg.window_ms)
-        count = len(self.tiled[rows].logits_WLTE)
-        shows: list[Callable[[], None]] = [partial(self._show, rows, window) for window in range(count)]
+        windows = range(len(self.tiled[rows].logits_WLTE))[:most]
+        shows: list[Callable[[], None]] = [partial(self._show, rows, window) for window in windows]
+        return self._stages(leg.runs, shows, rows, median(leg.window_ms))
+
+    def _leg_figures(self, leg: Leg, stages: dict[str, Any]) -> dict[str, Any]:
         cold = leg.cold / leg.layer_windows
         distinct = leg.distinct / leg.layer_windows
         return {
-            "ms": ms,
+            "ms": median(leg.window_ms),
             "least_ms": min(leg.window_ms),
             "most_ms": max(leg.window_ms),
             **self.floors.of(distinct, [cold] * self.shape.layers),
             "distinct_experts": distinct,
             "cold_experts": cold,
             "swaps": leg.swaps,
-            "stages": self._stages(leg.runs, shows, rows, ms),
+            "stages": stages,
         }
 
 
 @dataclass(kw_only=True)
-class _Leg:
+class Leg:
+    """A policy that takes turns with others: its own captured windows over the bench's one cache, and its totals."""
+
     routing: Routing
     runs: WindowRuns
     window_ms: list[float] = field(default_factory=list)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
 
+from warmset.measure.ab.proof import Sides, compare_work, equal_tokens, of_windows
 from warmset.measure.ab.statistics import NO_VERDICT, Verdict, decide, hodges_lehmann, sign_test
 
 
@@ -44,8 +45,11 @@ METRICS = (
     Metric(key="accepted_per_window", label="accepted tokens a window", better=1, relative=False),
     Metric(key="prompt_ms", label="prompt, ms", better=-1, relative=True),
 )
-PRIMARY = METRICS[0]
-"""The verdict is about this one."""
+
+
+def primary_of(config: dict[str, Any]) -> Metric:
+    """The metric that the verdict is about: windows of a trace draw no tokens that mean anything."""
+    return METRICS[1] if of_windows(config) else METRICS[0]
 
 
 def analyse(config: dict[str, Any], legs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -67,12 +71,9 @@ def analyse(config: dict[str, Any], legs: Sequence[dict[str, Any]]) -> dict[str,
             for arm in ("a", "b")
         },
         "same_work": same_work,
-        "verdict": vars(_verdict(pairs, same_work, missing)),
+        "verdict": vars(_verdict(primary_of(config), pairs, same_work, missing)),
         "notes": _notes(complete),
     }
-
-
-Sides = dict[str, dict[str, Any]]
 
 
 def pair_up(legs: Sequence[dict[str, Any]]) -> tuple[list[tuple[int, Sides]], list[dict[str, Any]]]:
@@ -120,40 +121,6 @@ def _pair(number: int, sides: Sides) -> dict[str, Any]:
     }
 
 
-def equal_tokens(sides: Sides) -> tuple[int, int]:
-    """Tokens that both answers of a sample have at the same place, and all tokens."""
-    equal = total = 0
-    for left, right in zip(sides["a"]["samples"], sides["b"]["samples"], strict=True):
-        pairs = list(zip(left["tokens"].split(), right["tokens"].split(), strict=False))
-        equal += sum(x == y for x, y in pairs)
-        total += len(pairs)
-    return equal, total
-
-
-def compare_work(config: dict[str, Any], complete: Sequence[tuple[int, Sides]]) -> dict[str, Any]:
-    """Whether both arms did the same work.
-
-    `proven`: True or False where both arms are exact on the same model, so that every answer must be the same tokens;
-    None where a policy makes them differ, or where nothing was compared yet. `equal_tokens`: the share of equal tokens.
-    """
-    works = [config["arms"][arm]["exact_work"] for arm in ("a", "b")]
-    must_agree = works[0] is not None and works[0] == works[1]
-    counts = [equal_tokens(sides) for _, sides in complete]
-    equal, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
-    differ = [
-        number
-        for number, sides in complete
-        if [sample["tokens_sha256"] for sample in sides["a"]["samples"]]
-        != [sample["tokens_sha256"] for sample in sides["b"]["samples"]]
-    ]
-    return {
-        "must_agree": must_agree,
-        "proven": not differ if must_agree and complete else None,
-        "pairs_that_differ": differ,
-        "equal_tokens": equal / total if total else None,
-    }
-
-
 def summarise(metric: Metric, pairs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """A metric over pairs: both arms, the differences as people read them, what the tests say; None without data."""
     known = [pair for pair in pairs if pair["difference"][metric.key] is not None]
@@ -184,20 +151,20 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "mean": mean(values), "min": min(values), "max": max(values)}
 
 
-def _verdict(pairs: Sequence[dict[str, Any]], same_work: dict[str, Any], missing: int) -> Verdict:
+def _verdict(
+    metric: Metric, pairs: Sequence[dict[str, Any]], same_work: dict[str, Any], missing: int
+) -> Verdict:
     if missing:
         return Verdict(
             word=NO_VERDICT, reason=f"{missing} pairs are still to run: looking early and stopping misleads"
         )
     if same_work["proven"] is False:
         numbers = ", ".join(str(number + 1) for number in same_work["pairs_that_differ"])
-        return Verdict(
-            word=NO_VERDICT, reason=f"both arms are exact, and their tokens differ in pair {numbers}"
-        )
+        return Verdict(word=NO_VERDICT, reason=f"{same_work['claim']} differ in pair {numbers}")
     gains = [
-        PRIMARY.better * pair["difference"][PRIMARY.key]
+        metric.better * pair["difference"][metric.key]
         for pair in pairs
-        if pair["difference"][PRIMARY.key] is not None
+        if pair["difference"][metric.key] is not None
     ]
     return decide(gains)
 
@@ -215,6 +182,7 @@ def _notes(complete: Sequence[tuple[int, Sides]]) -> list[str]:
             ("commit", "commits"),
             ("profile_sha256", "profiles"),
             ("slots", "numbers of slots"),
+            ("gpu", "GPUs"),
         ):
             found = {str(leg.get(key)) for leg in legs}
             if len(found) > 1:

@@ -24,7 +24,7 @@ from warmset.measure.ab.plan import Arm
 GRACE_SEC = 10.0
 
 
-def run_arm(arm: Arm, job: dict[str, Any]) -> dict[str, Any]:
+def run_arm(arm: Arm, job: dict[str, Any], num_samples: int) -> dict[str, Any]:
     """Run one leg with fresh copies of the arm's files; the leg as it is recorded.
 
     job: what `warmset ab-leg` reads, the words apart. A leg that failed has its reason in `failed`, else None.
@@ -46,8 +46,8 @@ def run_arm(arm: Arm, job: dict[str, Any]) -> dict[str, Any]:
             samples.append(line)
         elif event in by_event:
             by_event[event] = line
-    if failed is None and len(samples) != len(job["prompts"]) - 1:
-        failed = f"it gave {len(samples)} samples of {len(job['prompts']) - 1}"
+    if failed is None and len(samples) != num_samples:
+        failed = f"it gave {len(samples)} samples of {num_samples}"
     machine = {"before": by_event["start"].pop("machine", None), "after": by_event["end"].get("machine")}
     return {
         "started": started,

@@ -1,4 +1,7 @@
-"""What an experiment is made of: two arms, prompts, an order. Everything is known and checked before the first leg."""
+"""What an experiment is made of: two arms, what their samples are, an order; known and checked before the first leg.
+
+A sample is one answer to a prompt (`Answers`), or a stretch of a routing trace (`Stretches`).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from warmset.models import DATA
 PROMPTS_FILE = DATA / "prompts.json"
 """60 prompts that ship: prose, code and Chinese."""
 MOST_SAMPLES = 1_000
+NEW_TOKENS, WINDOWS = 150, 150
+"""Of a sample: tokens of an answer, windows of a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +80,75 @@ def read_prompts(given: Path | None = None) -> Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Samples that are greedy answers of `max_new_tokens` tokens."""
+
+    prompts: Prompts
+    max_new_tokens: int = NEW_TOKENS
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_new_tokens >= 2,
+            "max_new_tokens",
+            "2 or more: the first comes with the prompt",
+            self.max_new_tokens,
+        )
+
+    def check(self, samples: int) -> None:
+        """Refuse more samples than there are prompts, one of which is the warm-up's."""
+        if len(self.prompts.texts) < samples + 1:
+            raise WarmsetError(
+                f"prompts: {samples} samples and a warm-up need {samples + 1} prompts. "
+                f"{self.prompts.file} has {len(self.prompts.texts)}."
+            )
+
+    def config(self) -> dict[str, Any]:
+        prompts = {"path": self.prompts.path, "file": self.prompts.file, "sha256": self.prompts.sha256}
+        return {"prompts": prompts, "max_new_tokens": self.max_new_tokens}
+
+    def job(self, generator: random.Random, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What both legs of a pair are told, and the part of it that is recorded: all prompts differ."""
+        numbers = generator.sample(range(len(self.prompts.texts)), samples + 1)
+        texts = [self.prompts.texts[number] for number in numbers]
+        return {"prompts": texts, "max_new_tokens": self.max_new_tokens}, {"prompts": numbers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretches:
+    """Samples that are `windows` windows of a routing trace, one stretch after the other."""
+
+    windows: int = WINDOWS
+
+    def __post_init__(self) -> None:
+        require(1 <= self.windows <= WINDOWS, "windows", f"1 to {WINDOWS}", self.windows)
+
+    def check(self, samples: int) -> None:
+        """Any number of samples will do: a trace begins again at its end."""
+
+    def config(self) -> dict[str, Any]:
+        return {"windows": self.windows}
+
+    def job(self, generator: random.Random, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What both legs of a pair are told, and the part of it that is recorded: where in the trace they begin."""
+        begin = {"first_window": generator.randrange(2**31)}
+        return {**begin, "samples": samples, "windows": self.windows}, begin
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """An experiment before its first leg. `null`: both arms are alike on purpose."""
 
     arms: dict[str, Arm]
-    prompts: Prompts
+    work: Answers | Stretches
     pairs: int = 12
     samples: int = 9
-    max_new_tokens: int = 150
     order: str = "alternating"
     seed: int = 0
     null: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self.pairs, self.samples, self.max_new_tokens, self.order, self.seed)
-        needed = self.samples + 1
-        if len(self.prompts.texts) < needed:
-            raise WarmsetError(
-                f"prompts: {self.samples} samples and a warm-up need {needed} prompts. "
-                f"{self.prompts.file} has {len(self.prompts.texts)}."
-            )
+        check_numbers(self.pairs, self.samples, self.order, self.seed)
+        self.work.check(self.samples)
 
     def config(self) -> dict[str, Any]:
         """What a record must agree in before it is continued; JSON values only."""
@@ -108,9 +162,8 @@ class Plan:
             }
             for name, arm in self.arms.items()
         }
-        prompts = {"path": self.prompts.path, "file": self.prompts.file, "sha256": self.prompts.sha256}
-        numbers = ("pairs", "samples", "max_new_tokens", "order", "seed", "null")
-        return {"arms": arms, "prompts": prompts, **{name: getattr(self, name) for name in numbers}}
+        numbers = ("pairs", "samples", "order", "seed", "null")
+        return {"arms": arms, **self.work.config(), **{name: getattr(self, name) for name in numbers}}
 
     def legs(self) -> list[tuple[int, int, str]]:
         """(pair, place in the pair, arm) of every leg, in the order in which they run."""
@@ -119,19 +172,15 @@ class Plan:
             found += [(pair, place, arm) for place, arm in enumerate((first, "b" if first == "a" else "a"))]
         return found
 
-    def prompt_numbers(self, pair: int) -> list[int]:
-        """The prompts of both legs of a pair: the warm-up's, then one a sample, all different."""
-        generator = random.Random(f"{self.seed} {pair}")
-        return generator.sample(range(len(self.prompts.texts)), self.samples + 1)
+    def job(self, pair: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What both legs of a pair are told, and the part of it that is recorded; follows from the seed."""
+        return self.work.job(random.Random(f"{self.seed} {pair}"), self.samples)
 
 
-def check_numbers(pairs: int, samples: int, max_new_tokens: int, order: str, seed: int) -> None:
+def check_numbers(pairs: int, samples: int, order: str, seed: int) -> None:
     """Refuse numbers that no experiment can have."""
     require(1 <= pairs <= MOST_PAIRS, "pairs", f"1 to {MOST_PAIRS:,}", pairs)
     require(1 <= samples <= MOST_SAMPLES, "samples", f"1 to {MOST_SAMPLES:,}", samples)
-    require(
-        max_new_tokens >= 2, "max_new_tokens", "2 or more: the first comes with the prompt", max_new_tokens
-    )
     require(order in ORDERS, "order", f"one of {', '.join(ORDERS)}", order)
     require(0 <= seed < 2**63, "seed", "0 to 2**63 - 1", seed)
 

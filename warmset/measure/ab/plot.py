@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from warmset.errors import WarmsetError
-from warmset.measure.ab.analysis import PRIMARY
+from warmset.measure.ab.analysis import primary_of
 from warmset.measure.ab.report import effect_text
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -29,10 +29,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    results = record["results"]
-    summary = results["metrics"][PRIMARY.key]
+    results, primary = record["results"], primary_of(record["config"])
+    summary = results["metrics"][primary.key]
     if summary is None:
-        raise WarmsetError("--plot needs at least one complete pair with decode speeds.")
+        raise WarmsetError("--plot needs at least one complete pair.")
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -44,14 +44,14 @@ def draw(record: dict[str, Any], path: Path) -> None:
         pairs = [
             pair
             for pair in results["pairs"]
-            if pair["first"] == first and pair["difference"][PRIMARY.key] is not None
+            if pair["first"] == first and pair["difference"][primary.key] is not None
         ]
         if pairs:
-            values = [PRIMARY.shown(pair["difference"][PRIMARY.key]) for pair in pairs]
+            values = [primary.shown(pair["difference"][primary.key]) for pair in pairs]
             numbers = [pair["pair"] + 1 for pair in pairs]
             axes.plot(numbers, values, marker, color=color, label=label, markersize=7, markerfacecolor="none")
     axes.set_xlabel("pair")
-    axes.set_ylabel(f"{PRIMARY.label},\nB against A, percent")
+    axes.set_ylabel(f"{primary.label},\nB against A, percent")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.set_title(f"{results['verdict']['word']}: {effect_text(summary)}", fontsize=10)

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.markup import escape
 
-from warmset.measure.ab.analysis import METRICS, PRIMARY
+from warmset.measure.ab.analysis import METRICS, primary_of
+from warmset.measure.ab.proof import of_windows
 from warmset.measure.report import number, plain_table, show
 
 Rows = list[list[str]]
@@ -17,11 +18,13 @@ Rows = list[list[str]]
 def verdict_lines(record: dict[str, Any]) -> list[str]:
     """The answer in a few sentences, the most important first."""
     results, config = record["results"], record["config"]
-    verdict, summary = results["verdict"], results["metrics"][PRIMARY.key]
+    primary = primary_of(config)
+    verdict, summary = results["verdict"], results["metrics"][primary.key]
     lines = [f"B against A: {verdict['word']}. {_sentence(verdict['reason'])}"]
     if summary is not None:
-        lines.append(f"{PRIMARY.label.capitalize()}: {effect_text(summary)}.")
-    lines.append(_work_line(results["same_work"]))
+        lines.append(f"{_capital(primary.label)}: {effect_text(summary)}.")
+    work_line = _windows_line if of_windows(config) else _work_line
+    lines.append(work_line(results["same_work"]))
     lines += [f"Pair {entry['pair'] + 1} is left out: {entry['why']}." for entry in results["dropped"]]
     lines += results["notes"]
     for name in ("a", "b"):
@@ -46,9 +49,21 @@ def signed(value: float | None, unit: str) -> str:
     return f"{value:+.1f}%" if unit == "percent" else f"{value:+.2f}"
 
 
+NOTHING_COMPARED = "No pair is complete, so nothing says that both arms did the same work."
+
+
+def _windows_line(work: dict[str, Any]) -> str:
+    if work["proven"] is None:
+        return NOTHING_COMPARED
+    if not work["proven"]:
+        return f"Not the same work: {work['claim']} differ."
+    read = ", and as exact arms they read the same number of experts" if work["both_exact"] else ""
+    return f"Same work: the hashes of all windows are equal{read}."
+
+
 def _work_line(work: dict[str, Any]) -> str:
     if work["equal_tokens"] is None:
-        return "No pair is complete, so nothing says that both arms did the same work."
+        return NOTHING_COMPARED
     share = f"{work['equal_tokens']:.1%} of the tokens are equal"
     if work["proven"]:
         return "Same work: both arms are exact, and all token hashes are equal."
@@ -58,7 +73,11 @@ def _work_line(work: dict[str, Any]) -> str:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{_capital(text)}."
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def metric_rows(results: dict[str, Any], which: str = "metrics") -> Rows:
@@ -164,10 +183,22 @@ def markdown(record: dict[str, Any]) -> str:
     config = record["config"]
     lines = [f"**{line}**" if place == 0 else f"- {line}" for place, line in enumerate(verdict_lines(record))]
     lines.insert(1, "")
+    what = (
+        f"stretches of {config['windows']} windows"
+        if of_windows(config)
+        else (f"answers of {config['max_new_tokens']} tokens")
+    )
+    lines.append(
+        f"- {config['pairs']} pairs, {config['samples']} {what} a leg, order {config['order']}, seed {config['seed']}"
+    )
+    if of_windows(config):
+        arm = config["arms"]["a"]["config"]
+        lines.append(
+            f"- {arm['shape']}, windows of {arm['rows']} rows, trace {arm['trace']} ({arm['trace_sha256'][:12]})"
+        )
+    else:
+        lines.append(f"- prompts {config['prompts']['file']} ({config['prompts']['sha256'][:12]})")
     lines += [
-        f"- {config['pairs']} pairs, {config['samples']} answers of {config['max_new_tokens']} tokens a leg, "
-        f"order {config['order']}, seed {config['seed']}",
-        f"- prompts {config['prompts']['file']} ({config['prompts']['sha256'][:12]})",
         f"- commit {record['commit']}, GPU {record['gpu'] or 'none'}, {record['date']}",
     ]
     for title, head, rows in tables(record["results"]):

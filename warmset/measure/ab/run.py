@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +53,25 @@ def _compare(recorded: Any, asked: Any, path: Path, key: str) -> None:
         )
 
 
-def run_legs(plan: Plan, record: dict[str, Any], path: Path | None, told: Told) -> dict[str, Any]:
+def run_legs(
+    plan: Plan, record: dict[str, Any], path: Path | None, told: Told, budget_sec: float | None = None
+) -> dict[str, Any]:
     """Run what is missing and return the record; where it stops, the record on disk holds every leg that ended.
 
     A leg that failed is not tried again: its pair is dropped. A pair whose legs ran in two calls is kept and counted.
+    budget_sec: no pair begins that would last longer, by the longest of this call; the first begins in any case.
     """
-    legs = record["results"]["legs"]
+    legs, budget = record["results"]["legs"], _Budget(budget_sec)
     schedule = plan.legs()
     if len(legs) < len(schedule):
         record["results"]["runs"] += 1
     save(record, path)
     for pair, place, arm in schedule[len(legs) :]:
-        numbers = plan.prompt_numbers(pair)
-        job = {
-            "prompts": [plan.prompts.texts[number] for number in numbers],
-            "max_new_tokens": plan.max_new_tokens,
-        }
-        found = run_arm(plan.arms[arm], job)
-        head = {
-            "pair": pair,
-            "place": place,
-            "arm": arm,
-            "run": record["results"]["runs"],
-            "prompts": numbers,
-        }
+        if place == 0 and not budget.allows_a_pair():
+            break
+        job, noted = plan.job(pair)
+        found = run_arm(plan.arms[arm], job, plan.samples)
+        head = {"pair": pair, "place": place, "arm": arm, "run": record["results"]["runs"], **noted}
         legs.append({**head, **found})
         record["gpu"] = record["gpu"] or found.get("gpu")
         conclude(record)
@@ -83,6 +80,21 @@ def run_legs(plan: Plan, record: dict[str, Any], path: Path | None, told: Told) 
     conclude(record)
     save(record, path)
     return record
+
+
+class _Budget:
+    """Whether another pair will be over in time, by the longest of those that ran."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._begun: list[float] = []
+
+    def allows_a_pair(self) -> bool:
+        now = time.monotonic()
+        longest = max((end - begin for begin, end in pairwise([*self._begun, now])), default=0.0)
+        first = not self._begun
+        self._begun.append(now)
+        return self._end is None or first or now + longest <= self._end
 
 
 def conclude(record: dict[str, Any]) -> None:

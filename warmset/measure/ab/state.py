@@ -1,4 +1,4 @@
-"""The state of the machine at one moment: what may differ between two legs although nothing was changed."""
+"""A leg's process and the state of its machine: what may differ between two legs although nothing was changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 from typing import Any
 
 import psutil
+
+from warmset.measure.record import commit, gpu_name, versions
 
 GPU_QUERY = {
     "clocks.sm": "sm_mhz",
@@ -27,6 +29,19 @@ def machine_state() -> dict[str, Any]:
         "cpu_celsius": _hottest(),
         "ram_available_bytes": psutil.virtual_memory().available,
         "gpus": _gpus(),
+    }
+
+
+def about_process(on_gpu: bool) -> dict[str, Any]:
+    """What runs here: process, commit, versions, threads, and the GPU where it is used."""
+    import torch
+
+    return {
+        "pid": os.getpid(),
+        "commit": commit(),
+        "gpu": gpu_name() if on_gpu else None,
+        "versions": versions(),
+        "torch_threads": torch.get_num_threads(),
     }
 
 

@@ -7,7 +7,6 @@ of work. Figures are those of `generate --json`; one that the engine does not gi
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +16,7 @@ from typing import Any
 from warmset.config import EngineConfig, SamplingConfig
 from warmset.errors import WarmsetError
 from warmset.measure.ab.plan import sha256_of
-from warmset.measure.ab.state import machine_state
-from warmset.measure.record import commit, gpu_name, versions
+from warmset.measure.ab.state import about_process, machine_state
 from warmset.models import BUILTIN_PROFILES
 
 Emit = Callable[[dict[str, Any]], None]
@@ -50,8 +48,6 @@ def answer_prompts(
 
     emit: gets {"event": "start" | "sample" | "end", ...} in that order.
     """
-    import torch
-
     from warmset.text import Engine, encode
 
     before = machine_state()
@@ -61,12 +57,8 @@ def answer_prompts(
         emit(
             {
                 "event": "start",
-                "pid": os.getpid(),
+                **about_process(on_gpu=engine.stats().get("device") != "cpu"),
                 "load_sec": time.perf_counter() - started,
-                "commit": commit(),
-                "gpu": gpu_name() if engine.stats().get("device") != "cpu" else None,
-                "versions": versions(),
-                "torch_threads": torch.get_num_threads(),
                 "slots": engine.stats().get("slots"),
                 "profile_sha256": None if profile is None else sha256_of(Path(profile)),
                 "notes": list(engine.notes),

@@ -12,7 +12,7 @@ from warmset.measure.price.summary import pareto
 
 MARKERS = "osD^v<>Ph*X"
 FLOOR = 1e-6
-"""The least excess KL that a logarithmic axis shows, in nats; exact routing lies there."""
+"""The least excess KL that the logarithmic axis ever shows, in nats."""
 
 
 def check_plot_path(path: str | Path) -> None:
@@ -32,11 +32,12 @@ def plot_policies(sweep: dict[str, Any], path: str | Path) -> None:
 
     with pyplot.rc_context({"svg.hashsalt": "warmset", "svg.fonttype": "none", "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.8))
-        _draw_families(axes, sweep["families"])
+        foot = _foot(sweep["families"])
+        _draw_families(axes, sweep["families"], foot)
         exact = sweep["exact"]
         axes.plot(
             [point["bytes_per_token"] / 1e3 for point in exact],
-            [FLOOR * 1.5] * len(exact),
+            [foot * 1.3] * len(exact),
             color="black",
             linestyle=":",
             marker="|",
@@ -45,14 +46,14 @@ def plot_policies(sweep: dict[str, Any], path: str | Path) -> None:
         for point in exact:
             axes.annotate(
                 f"{point['share']:.0%}",
-                (point["bytes_per_token"] / 1e3, FLOOR * 1.5),
+                (point["bytes_per_token"] / 1e3, foot * 1.3),
                 textcoords="offset points",
                 xytext=(0, 6),
                 ha="center",
                 fontsize=7,
             )
         axes.set_yscale("log")
-        axes.set_ylim(bottom=FLOOR)
+        axes.set_ylim(bottom=foot)
         axes.set_xlim(left=0)
         axes.set_xlabel("cold experts, kB a token")
         axes.set_ylabel("excess KL over the rounding null, nats (exact routing at the foot)")
@@ -105,12 +106,14 @@ def plot_budget(budget: dict[str, Any], path: str | Path) -> None:
                 color="0.75",
                 linewidth=0.8,
                 zorder=0,
+                label="that layer alone, calibration text" if layer == 0 else None,
             )
             axes.annotate(
-                f"layer {layer} alone",
+                str(layer),
                 (curve[-1]["excess_kl"], 100 * curve[-1]["bytes_saved"]),
                 textcoords="offset points",
-                xytext=(3, -3),
+                xytext=(0, 3),
+                ha="center",
                 fontsize=7,
                 color="0.4",
             )
@@ -126,16 +129,22 @@ def plot_budget(budget: dict[str, Any], path: str | Path) -> None:
         pyplot.close(figure)
 
 
-def _draw_families(axes: Any, families: dict[str, list[dict[str, Any]]]) -> None:
+def _foot(families: dict[str, list[dict[str, Any]]]) -> float:
+    """Where the axis ends: well below every policy that has a KL; exact routing is drawn there."""
+    least = min((p["excess_kl"] for ps in families.values() for p in ps if p["excess_kl"] > 0), default=FLOOR)
+    return max(FLOOR, least / 4)
+
+
+def _draw_families(axes: Any, families: dict[str, list[dict[str, Any]]], foot: float) -> None:
     every = [point for points in families.values() for point in points]
     for number, (family, points) in enumerate(families.items()):
         shade = str(0.65 * number / max(1, len(families) - 1))
         x = [point["bytes_per_token"] / 1e3 for point in points]
-        y = [max(FLOOR, point["excess_kl"]) for point in points]
+        y = [max(foot, point["excess_kl"]) for point in points]
         bounds = [
             point["excess_kl_interval"] or [value, value] for point, value in zip(points, y, strict=True)
         ]
-        low = [max(0.0, value - max(FLOOR, bound[0])) for value, bound in zip(y, bounds, strict=True)]
+        low = [max(0.0, value - max(foot, bound[0])) for value, bound in zip(y, bounds, strict=True)]
         high = [max(0.0, bound[1] - value) for value, bound in zip(y, bounds, strict=True)]
         axes.errorbar(
             x,
@@ -152,7 +161,7 @@ def _draw_families(axes: Any, families: dict[str, list[dict[str, Any]]]) -> None
     front = [every[index] for index in pareto([(p["bytes_per_token"], p["excess_kl"]) for p in every])]
     axes.plot(
         [point["bytes_per_token"] / 1e3 for point in front],
-        [max(FLOOR, point["excess_kl"]) for point in front],
+        [max(foot, point["excess_kl"]) for point in front],
         color="0.8",
         linewidth=5,
         zorder=0,

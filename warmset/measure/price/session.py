@@ -39,6 +39,7 @@ class Found:
     def results(self, identity: Identity, arms: list[dict[str, Any]]) -> dict[str, Any]:
         """For the record; `arms`: figures on the report text, those of `policies` among them."""
         by_name = {arm["policy"]: arm for arm in arms}
+        single, by_layer = self._side(self.single, by_name), self._side(self.by_layer, by_name)
         return {
             "budget_kl": self.budget_kl,
             "calibration": {
@@ -48,8 +49,9 @@ class Found:
             },
             "shared_runs_of_50": 0,
             "fingerprint": identity.fingerprint,
-            "single": self._side(self.single, by_name),
-            "by_layer": self._side(self.by_layer, by_name),
+            "single": single,
+            "by_layer": by_layer,
+            "compared": compared(single["on_text"], by_layer["on_text"]),
             "each_layer_alone": [
                 [dict(zip(("margin", "excess_kl", "bytes_saved"), step, strict=True)) for step in curve]
                 for curve in self.curves
@@ -74,6 +76,15 @@ class Found:
             ],
             "on_text": {key: by_name[name][key] for key in keys},
         }
+
+
+def compared(single: dict[str, Any], by_layer: dict[str, Any]) -> dict[str, float | None]:
+    """One margin a layer over one for all, measured on the same text: bytes saved, and excess KL."""
+
+    def over(key: str) -> float | None:
+        return by_layer[key] / single[key] if by_layer[key] is not None and single[key] else None
+
+    return {f"{key}_ratio": over(key) for key in ("bytes_saved", "excess_kl")}
 
 
 class Search:

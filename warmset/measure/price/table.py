@@ -102,6 +102,40 @@ def free_rows(free: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]
     return ["answers with", "same", "part at", "loss of off's", "loss", "change", "interval"], rows
 
 
+def speed_table(legs: dict[str, dict[str, Any]], prices: dict[str, dict[str, Any]]) -> Table:
+    """Gain and price by margin and ranks, one row a leg."""
+    return _table(*speed_rows(legs, prices))
+
+
+def speed_rows(
+    legs: dict[str, dict[str, Any]], prices: dict[str, dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """legs: of `speed.run_speed`, off first; prices: leg -> figures of a price, where it was measured."""
+    rows = []
+    for name, leg in legs.items():
+        arm = prices.get(name)
+        unknown = "0" if name == "off" else UNKNOWN
+        rows.append(
+            [
+                "off" if name == "off" else f"{leg['margin']:g}",
+                UNKNOWN if leg["ranks"] is None else f"{leg['ranks'][0]}-{leg['ranks'][1]}",
+                _share(arm["argmax_same"]) if arm else "100.0%" if name == "off" else UNKNOWN,
+                _kl(arm["kl"]) if arm else unknown,
+                _kl(arm["excess_kl"]) if arm else unknown,
+                _signed(arm["loss_change"]) if arm else unknown,
+                f"{leg['cold_experts']:.2f}",
+                UNKNOWN if leg["cold_wait_ms"] is None else f"{leg['cold_wait_ms']:.2f}",
+                f"{leg['ms']:.2f}",
+                f"{leg['tokens_per_sec']:.1f}",
+            ]
+        )
+    header = [
+        *("margin", "ranks", "argmax as off", "KL, nats", "excess", "loss change"),
+        *("cold experts a layer", "cold wait, ms", "window, ms", "tokens a second"),
+    ]
+    return header, rows
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
