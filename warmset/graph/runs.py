@@ -262,6 +262,7 @@ class WindowRuns:
         self._graphs.clear()
         self._pool = None
 
+    @torch.inference_mode()
     def prepare(self, rows: int) -> None:
         """Capture now what a run of such windows needs, if it is not there yet."""
         if self.captures_windows:
