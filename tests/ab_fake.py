@@ -28,14 +28,14 @@ def main() -> None:
         arm = job["check"]
         if "--bogus" in arm["words"]:
             sys.exit("warmset: --a: No such option: --bogus")
-        config = {"words": arm["words"]}
+        words = list(arm["words"])
+        if words[:1] != ["bench"] and arm["model"] not in words:
+            words.append(arm["model"])
+        config = {"words": words}
         if arm["words"][:2] == ["bench", "window"]:
             rows = arm["words"][arm["words"].index("--rows") + 1] if "--rows" in arm["words"] else "4"
             config |= {"shape": "tiny", "rows": int(rows), "trace": "t.safetensors", "trace_sha256": "0" * 64}
         exact = None if "--route-resident" in arm["words"] else ["m"]
-        words = list(arm["words"])
-        if words[:1] != ["bench"] and arm["model"] not in words:
-            words.append(arm["model"])
         say(words=words, config=config, exact_work=exact, files=orders.get("files", {}))
         return
     legs = orders_file.with_suffix(".legs")

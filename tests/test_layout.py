@@ -115,8 +115,8 @@ FLAGS = {
     "--presence-penalty --profile --prompt --ranks --repetition-penalty --revision --route-kernel "
     "--route-resident --seed --slots --stages --stats --stop --temperature --top-k --top-p --vram "
     "--window",
-    "ab": "--a --a-python --b --b-python --drift --effect --json --markdown --max-new-tokens --noise --null --order "
-    "--pairs --plot --power --prompts --resume --samples --seed --simulate",
+    "ab": "--a --a-python --b --b-python --budget-sec --drift --effect --json --markdown --max-new-tokens --noise "
+    "--null --order --pairs --plot --power --prompts --resume --samples --seed --simulate --windows",
     "ab-leg": "",
     "price": "--budget-kl --budget-sec --calibration --calibration-positions --controls --device --dtype --free --json "
     "--margins --plot --policies --policy --policy-file --positions --prices --profile --ranks --records --residency "
@@ -126,8 +126,8 @@ FLAGS = {
     "bench kernels": "--cases --json --trace",
     "bench check": "--bars --json",
     "bench machine": "--folder --json --part --rounds --size",
-    "bench window": "--budget-sec --cold-experts --device --json --part --route-resident --rows --shape --slots --tiles"
-    " --trace",
+    "bench window": "--budget-sec --cold-experts --device --json --part --route-kernel --route-resident --rows "
+    "--shape --slots --tiles --trace",
     "bench decode": "--device --json --rounds --tokens --windows",
     "bench drafts": "--device --json --prompts --slots --tokens --windows",
     "stages": "--json",

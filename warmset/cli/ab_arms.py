@@ -26,25 +26,23 @@ FILES = ("profile", "learn")
 
 def request_of_arm(name: str, words: Sequence[str]) -> tuple[Request, dict[str, str]]:
     """What an arm of answers asks for, and its files by option; WarmsetError on what an arm may not say."""
-    params, _ = given_options(name, words)
+    params, given = given_options(name, words)
     try:
         if command_of(words) == DECODE:
-            return _decode_request(params), {}
+            return _decode_request(params["windows"] if "windows" in given else None, params["device"]), {}
         files = {option: params[option] for option in FILES if params.get(option) is not None}
         return request_of(params), files
     except WarmsetError as error:
         raise WarmsetError(f"--{name}: {error}") from None
 
 
-def _decode_request(params: dict[str, Any]) -> Request:
+def _decode_request(windows: str | None, device: str) -> Request:
     """The embedded model, everything resident, at one number of rows."""
     from warmset.config import SamplingConfig
     from warmset.measure.decode import engine_config
 
-    rows = one_of_rows("--windows", params["windows"], 1)
-    return Request(
-        config=engine_config(rows, params["device"]), sampling=SamplingConfig(), policy=None, chat=False
-    )
+    rows = one_of_rows("--windows", windows, 1)
+    return Request(config=engine_config(rows, device), sampling=SamplingConfig(), policy=None, chat=False)
 
 
 def make_arm(

@@ -116,7 +116,7 @@ class Timing:
             speed = results.get("speed", {})
             typer.echo(
                 f"Time: {self.request.shape}, windows of {self.request.rows} rows, {found['config']['slots']:,} slots, "
-                f"{speed.get('rounds', 0)} rounds; committed: {speed.get('committed_from', 'unknown')}. "
+                f"rounds: {speed.get('rounds', 0)}; committed rows: {speed.get('committed_from', 'unknown')}. "
                 f"Price: {prices['text']}, {prices['positions']:,} positions."
             )
         if found["failed"]:

@@ -117,7 +117,7 @@ def speed_rows(
         unknown = "0" if name == "off" else UNKNOWN
         rows.append(
             [
-                "off" if name == "off" else f"{leg['margin']:g}",
+                "off" if name == "off" else str(leg["margin"]),
                 UNKNOWN if leg["ranks"] is None else f"{leg['ranks'][0]}-{leg['ranks'][1]}",
                 _share(arm["argmax_same"]) if arm else "100.0%" if name == "off" else UNKNOWN,
                 _kl(arm["kl"]) if arm else unknown,
