@@ -37,15 +37,16 @@ import numpy as np
 
 KINDS = {"F32": np.float32, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8}
 
+
 def read(path):
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         body = file.read()
     metadata = header.pop("__metadata__")
-    arrays = {
-        name: np.frombuffer(body[slice(*entry["data_offsets"])], KINDS[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
+    arrays = {}
+    for name, entry in header.items():
+        data = np.frombuffer(body[slice(*entry["data_offsets"])], KINDS[entry["dtype"]])
+        arrays[name] = data.reshape(entry["shape"])
     return arrays, metadata
 
 arrays, metadata = read(sys.argv[1])
