@@ -138,6 +138,8 @@ def test_c30_logprobs_are_those_of_the_undrafted_run(engine, prompt_ids):
     expected = engine.run.logprobs
     use_draft(engine, ScriptedDraft(prompt_ids + alone, wrong=0.33), 4)
     assert decode(engine, prompt_ids, TOKENS, **sampling) == alone
+    drafts = engine.stats()["drafts"]
+    assert drafts["accepted"] > 0 and drafts["rejected"] > 0
     seen = engine.run.logprobs
     assert [entry.token for entry in seen] == [entry.token for entry in expected] == alone
     for ours, theirs in zip(seen, expected, strict=True):
@@ -188,6 +190,7 @@ def test_c27_a_stop_text_inside_a_window_ends_the_answer_there(window):
     )
     prompt = "When a query is executed, the server"
     whole = "".join(engine.stream(prompt, max_new_tokens=40))
+    assert window == 1 or engine.stats()["drafts"]["rejected"] > 0
     stop = whole[60:67]
     cut = whole.index(stop)
     engine.tokens.conversation.forget()
