@@ -186,7 +186,7 @@ def test_what_looks_like_a_stop_text_is_delivered_once_it_is_none():
 def test_c27_a_stop_text_inside_a_window_ends_the_answer_there(window):
     """C27: across tokens and windows; what follows it in the same window is neither shown, nor counted, nor kept."""
     engine = warmset.Engine.load(
-        "builtin:tiny", slots="33%", window=window, draft="lookup" if window > 1 else None, adapt=False
+        "builtin:tiny", slots="33%", window=window, draft="mtp" if window > 1 else None, adapt=False
     )
     prompt = "When a query is executed, the server"
     whole = "".join(engine.stream(prompt, max_new_tokens=40))
