@@ -51,6 +51,8 @@ ORDER = [
     "captured",
     "conversation",
     "answer",
+    "prepare",
+    "needs",
     "engine",
     "text",
     "auto_policy",

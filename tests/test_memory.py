@@ -11,6 +11,7 @@ from warmset.config import EngineConfig, SlotsRequest
 from warmset.device_experts import check_host_memory
 from warmset.engine import TokenEngine
 from warmset.errors import WarmsetError
+from warmset.needs import needs_of
 
 GIB = 1 << 30
 
@@ -117,7 +118,8 @@ def test_a_longer_context_leaves_fewer_slots(checkpoints):
     for length in (64, 512):
         engine = open_engine(checkpoints["qwen3_moe"], "0", max_model_len=length)
         trunk, layout = engine.windows._trunk, engine.slots.layout
-        reserved.append(engine._needs(layout, trunk).cache)
+        needs = needs_of(engine.prepared, layout, trunk, top_k=4, graphs=False, snapshot_bytes=0)
+        reserved.append(needs.cache)
     assert reserved[1] == 8 * reserved[0] > 0
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 
 from warmset.config import EngineConfig, Resolved
-from warmset.engine import prepare
 from warmset.models import BUILTIN_POLICIES
+from warmset.prepare import prepare
 from warmset.routing import DEFAULT_MARGIN, MarginSwap, Policy
 from warmset.routing.parse import read_policy_file
 

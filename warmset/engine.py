@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,16 @@ from warmset import checkpoint as ckpt
 from warmset import drafting, model, plan, profile
 from warmset.answer import Answer, Run, Watch
 from warmset.captured import CapturedWindows
-from warmset.config import MAX_WINDOW_ROWS, EngineConfig, Resolved, SamplingConfig, shown
+from warmset.config import MAX_WINDOW_ROWS, EngineConfig, Resolved, SamplingConfig
 from warmset.conversation import Conversation
 from warmset.depth import Depth
-from warmset.device_experts import DeviceExperts, activation_name, buffer_bytes, open_arena, why_not
+from warmset.device_experts import DeviceExperts, activation_name, open_arena, why_not
 from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
 from warmset.graph.stamps import StampClock, follow_kinds
-from warmset.landing import staging_bytes
-from warmset.models import BUILTIN, BUILTIN_PROFILES, find_model
+from warmset.models import BUILTIN_PROFILES
+from warmset.needs import needs_of
+from warmset.prepare import check_policy, check_prompt, identity_of, prepare
 from warmset.residency import Residency
 from warmset.router import Routing
 from warmset.routing import Policy, describe
@@ -37,88 +37,9 @@ from warmset.sample import Sampler
 from warmset.slots import AddressTable, Slots
 from warmset.stages import StageClock
 from warmset.store import FileStore, Store
-from warmset.window import PROMPT_CHUNK_ROWS, WindowRunner
+from warmset.window import WindowRunner
 
 Progress = Callable[[str, int, int], None]
-ACTIVATIONS_A_ROW = 32
-"""Hidden-sized vectors a row that a layer holds at once, with room to spare: streams, heads, shared expert."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A model looked at but not loaded: enough to refuse bad input before any work."""
-
-    folder: Path
-    checkpoint: ckpt.Checkpoint
-    config: Any
-    experts: ckpt.ExpertMap
-    covered: set[str]
-    max_model_len: int
-    device: torch.device
-    dtype: torch.dtype
-    drafting: drafting.Drafting
-
-
-def prepare(config: EngineConfig) -> Prepared:
-    """Find and check the model's files and resolve device, dtype, context and slots, without loading weights."""
-    folder = find_model(config.model, config.revision)
-    if config.revision is not None and (config.model in BUILTIN or Path(config.model).expanduser().is_dir()):
-        raise WarmsetError(
-            f"revision is for hub ids. Got {shown(config.revision)} with {shown(config.model)}."
-        )
-    checkpoint = ckpt.open_checkpoint(folder)
-    family = model.load_config(checkpoint)
-    experts, covered = ckpt.find_experts(checkpoint, family.model_type)
-    model.check_experts(family, experts)
-    context = model.context_length(family)
-    max_model_len = config.max_model_len or context
-    if max_model_len > context:
-        raise WarmsetError(
-            f"max_model_len must be at most the model's context, {context}. Got {max_model_len}."
-        )
-    device = resolve_device(config.device)
-    if config.vram is not None:
-        plan.parse_bytes(config.vram, "vram")
-        if device.type != "cuda":
-            raise WarmsetError(
-                f"vram is for CUDA devices: on the {device.type} give slots. Got {config.vram!r}."
-            )
-    config.slots.resolve(experts_total=experts.num_layers * experts.num_experts, fitting=0, fitting_why="")
-    if config.learn is not None:
-        profile.profile_to_extend(Path(config.learn), identity_of(config.model, experts, checkpoint))
-    dtype = _resolve_dtype(config.dtype, device, experts.layout.dtype)
-    return Prepared(
-        folder=folder,
-        checkpoint=checkpoint,
-        config=family,
-        experts=experts,
-        covered=covered,
-        max_model_len=max_model_len,
-        device=device,
-        dtype=dtype,
-        drafting=drafting.resolve(config, checkpoint, dtype),
-    )
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` -> the device; refuses one that is not there."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (":" in name and not (index.isascii() and index.isdecimal() and len(index) < 5)):
-        raise WarmsetError(f"device must be auto, cpu, cuda or cuda:N. Got {shown(name)}.")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
-        raise WarmsetError(f"device {name} is not there: this machine has {count} CUDA devices.")
-    return torch.device("cuda", int(index or 0))
-
-
-def _resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    if name != "auto":
-        return getattr(torch, name)
-    return torch.float32 if device.type == "cpu" else stored
 
 
 class TokenEngine:
@@ -267,7 +188,15 @@ class TokenEngine:
     def _resolve_slots(self, layout: ckpt.ExpertLayout, trunk: torch.nn.Module) -> Resolved[int]:
         experts, device = self.prepared.experts, self.prepared.device
         vram = None if self.config.vram is None else plan.parse_bytes(self.config.vram, "vram")
-        planned = plan.make_plan(device, self._needs(layout, trunk), layout.nbytes, vram)
+        needs = needs_of(
+            self.prepared,
+            layout,
+            trunk,
+            top_k=self.rule.top_k,
+            graphs=self._wants_graphs,
+            snapshot_bytes=self.config.snapshot_bytes,
+        )
+        planned = plan.make_plan(device, needs, layout.nbytes, vram)
         total = experts.num_layers * experts.num_experts
         automatic = min(total, planned.fitting)
         slots = self.config.slots.resolve(
@@ -277,44 +206,6 @@ class TokenEngine:
         if device.type == "cuda":
             self.notes.append(f"Plan: {planned.sentence(slots.value)}.")
         return slots
-
-    def _needs(self, layout: ckpt.ExpertLayout, trunk: torch.nn.Module) -> plan.Needs:
-        """What everything but the slots takes, at the longest sequence that the settings allow."""
-        itemsize = self.prepared.dtype.itemsize
-        rows = min(PROMPT_CHUNK_ROWS, self.prepared.max_model_len)
-        top_k = self.rule.top_k
-        window, prompt = buffer_bytes(layout, self.prepared.experts.num_experts, top_k, rows)
-        hidden = self.prepared.config.hidden_size
-        # Activations that live together while a chunk is read, router logits, and the mask of the attention.
-        prompt += rows * (ACTIVATIONS_A_ROW * hidden * itemsize + 4 * self.prepared.experts.num_experts)
-        prompt += rows * self.prepared.max_model_len * itemsize
-        weights = {parameter.data_ptr(): parameter.nbytes for parameter in trunk.parameters()}
-        on_gpu = self.prepared.device.type == "cuda"
-        return plan.Needs(
-            weights=sum(weights.values()) + self.prepared.drafting.extra_bytes,
-            cache=self._cache_bytes(trunk)
-            * (2 if on_gpu and self._wants_graphs else 1),  # and the static pages
-            prompt=prompt,
-            window=window if on_gpu else staging_bytes(self.prepared.experts.layout, layout),
-            max_model_len=self.prepared.max_model_len,
-        )
-
-    def _cache_bytes(self, trunk: torch.nn.Module) -> int:
-        """KV of the longest sequence that the settings allow, from the configuration."""
-        config = self.prepared.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-        attention = sum(kind != "linear_attention" for kind in kinds)
-        keys_and_values = 2 * heads * head_dim * self.prepared.dtype.itemsize * self.prepared.max_model_len
-        state = getattr(config, "linear_num_value_heads", 0) or 0
-        state *= getattr(config, "linear_key_head_dim", 0) * getattr(config, "linear_value_head_dim", 0) * 4
-        recurrent = len(kinds) - attention
-        # A window keeps the state after each of its rows, the conversation earlier ones.
-        states = recurrent * state * (1 + self.prepared.drafting.rows)
-        kept = self.config.snapshot_bytes if recurrent else 0
-        attention += self.prepared.drafting.source == "mtp"
-        return attention * keys_and_values + states + kept
 
     def _open_store(self) -> Store:
         device, experts = self.prepared.device, self.prepared.experts
@@ -506,29 +397,3 @@ class TokenEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def identity_of(name: str, experts: ckpt.ExpertMap, checkpoint: ckpt.Checkpoint) -> profile.Identity:
-    """What a profile of this model must say it is of."""
-    return profile.Identity(
-        model=name,
-        num_layers=experts.num_layers,
-        num_experts=experts.num_experts,
-        fingerprint=checkpoint.fingerprint(),
-    )
-
-
-def check_policy(policy: Any) -> None:
-    """Refuse what is neither a routing policy nor None."""
-    if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
-        raise WarmsetError(f"policy must be an object with a method `route`, or None. Got {shown(policy)}.")
-
-
-def check_prompt(num_tokens: int, max_model_len: int) -> None:
-    """Refuse an empty prompt, and one that leaves no room for a new token."""
-    if num_tokens == 0:
-        raise WarmsetError("prompt must hold at least one token. Got an empty one.")
-    if num_tokens >= max_model_len:
-        raise WarmsetError(
-            f"prompt must be shorter than max_model_len, {max_model_len} tokens. Got {num_tokens} tokens."
-        )

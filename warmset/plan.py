@@ -3,7 +3,7 @@
     non-expert weights + KV at the longest length + prompt buffers + window buffers and graphs + reserve + slots
 
 so that what fits at the start still fits at the longest prompt that the settings allow. On a GPU the budget is
-what is free there, or `--vram`; on a CPU a share of the RAM that is left. Knows sizes, not models: the engine
+what is free there, or `--vram`; on a CPU a share of the RAM that is left. Knows sizes, not models: `needs`
 says how large each part is.
 """
 

@@ -13,8 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from warmset.config import EngineConfig, SamplingConfig, SlotsRequest, shown
-from warmset.engine import Prepared, Progress, TokenEngine, check_prompt, prepare
+from warmset.engine import Progress, TokenEngine
 from warmset.errors import CheckpointError, WarmsetError
+from warmset.prepare import Prepared, check_prompt, prepare
 from warmset.routing import Policy
 
 

@@ -71,7 +71,7 @@ def describe_arm(
     name: str, words: list[str], model: str, prompts: list[str], max_new_tokens: int
 ) -> dict[str, Any]:
     """The fields of an `Arm` that its own install knows; JSON values only."""
-    from warmset.engine import prepare
+    from warmset.prepare import prepare
     from warmset.routing import describe
     from warmset.text import check_request, encode, load_tokenizer
 

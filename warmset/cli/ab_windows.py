@@ -24,9 +24,9 @@ SAME = {"shape": "--shape", "rows": "--rows", "trace_sha256": "--trace"}
 
 def window_request(name: str, words: Sequence[str]) -> tuple[Request, torch.device]:
     """What an arm measures, and on what; WarmsetError on what no arm can be."""
-    from warmset.engine import resolve_device
     from warmset.measure.ab.windows import ALL_WINDOWS
     from warmset.measure.whole_window import Request
+    from warmset.prepare import resolve_device
 
     params, _ = given_options(name, words)
     if params["trace"] is None:

@@ -31,8 +31,8 @@ def bench_kernels(
     json_path: JsonOption = None,
 ) -> None:
     """Time the routing kernels on a GPU, beside their floor; parity first, and no speed where it is red."""
-    from warmset.engine import resolve_device
     from warmset.measure import kernels, kernels_table
+    from warmset.prepare import resolve_device
 
     if not 1 <= cases <= MAX_CASES:
         raise WarmsetError(f"--cases must be 1 to {MAX_CASES:,}. Got {cases}.")

@@ -260,10 +260,10 @@ def run_price(
     records: str | None,
 ) -> dict[str, Any]:
     """Load, measure what was asked for, write files, and return the object of `--json`."""
-    from warmset.engine import prepare
     from warmset.measure.price.plot import plot_policies
     from warmset.measure.price.run import open_engine, price_engine, run, scored_text
     from warmset.measure.price.session import Search, measure_free, write_policy_file
+    from warmset.prepare import prepare
     from warmset.progress import Bars
     from warmset.text import load_tokenizer
 

@@ -44,7 +44,6 @@ class SpeedOptions:
 
     def check(self, margins: str | None, ranks: str | None, rows: int, device: str) -> Timing:
         """What is to be timed; WarmsetError before any work where it cannot be."""
-        from warmset.engine import resolve_device
         from warmset.measure.price.speed import (
             BUDGET_SEC,
             SpeedRequest,
@@ -54,6 +53,7 @@ class SpeedOptions:
         )
         from warmset.measure.whole_input import WHOLE_SHAPES
         from warmset.models import DATA
+        from warmset.prepare import resolve_device
 
         chosen = resolve_device(device)
         if chosen.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -37,8 +37,9 @@ def profile_learn(
     json_path: JsonOption = None,
 ) -> None:
     """Count the router's own picks while the model reads texts."""
-    from warmset.engine import TokenEngine, prepare
+    from warmset.engine import TokenEngine
     from warmset.measure.learn import learn_profile
+    from warmset.prepare import prepare
     from warmset.profile import save_profile
     from warmset.progress import Bars
     from warmset.text import encode, load_tokenizer

@@ -32,8 +32,8 @@ def parity(
     json_path: JsonOption = None,
 ) -> None:
     """Compare the routing kernels with one another and with the reference, bit for bit; exit 1 on a mismatch."""
-    from warmset.engine import resolve_device
     from warmset.measure import parity as harness
+    from warmset.prepare import resolve_device
 
     if not 1 <= cases <= MAX_CASES:
         raise WarmsetError(f"--cases must be 1 to {MAX_CASES:,}. Got {cases}.")

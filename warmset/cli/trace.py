@@ -67,9 +67,10 @@ def trace_record(
     json_path: JsonOption = None,
 ) -> None:
     """Run texts, or an answer, through decode windows with exact routing and write what the routers scored."""
-    from warmset.engine import TokenEngine, prepare
+    from warmset.engine import TokenEngine
     from warmset.measure.recording import read_texts as run_texts
     from warmset.measure.recording import recording, save_recording
+    from warmset.prepare import prepare
     from warmset.progress import Bars
     from warmset.text import Engine, check_request, encode, load_tokenizer
 

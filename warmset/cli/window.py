@@ -68,7 +68,7 @@ def bench_window(
 ) -> None:
     """A decode window at the shape of a large model, beside its floors; exit 1 when a part failed."""
     from warmset.config import require
-    from warmset.engine import resolve_device
+    from warmset.prepare import resolve_device
 
     check_writable(json_path)
     require(part in ("all", "experts"), "--part", "all or experts", part)
@@ -128,10 +128,10 @@ def bench_decode(
 ) -> None:
     """The embedded model against transformers' own generate, everything resident: ratios in one run."""
     from warmset.config import require
-    from warmset.engine import resolve_device
     from warmset.measure.decode import run_decode
     from warmset.measure.record import make_record
     from warmset.measure.window_tables import decode_table
+    from warmset.prepare import resolve_device
 
     check_writable(json_path)
     require(1 <= rounds <= 100, "--rounds", "1 to 100", rounds)

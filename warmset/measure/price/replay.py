@@ -25,11 +25,12 @@ from torch import Tensor
 from warmset import checkpoint as ckpt
 from warmset import profile as profiles
 from warmset.config import MAX_WINDOW_ROWS, SlotsRequest, require
-from warmset.engine import TokenEngine, check_policy
+from warmset.engine import TokenEngine
 from warmset.errors import WarmsetError
 from warmset.measure.price.scorers import EngineScorer, Scorer, TransformersScorer, slots_of
 from warmset.model import find_routers
 from warmset.models import BUILTIN, BUILTIN_PROFILES
+from warmset.prepare import check_policy
 from warmset.routing import Policy
 from warmset.text import Engine
 

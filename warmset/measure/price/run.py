@@ -19,7 +19,7 @@ from torch import Tensor
 
 import warmset
 from warmset.config import EngineConfig, SlotsRequest, require, shown
-from warmset.engine import TokenEngine, check_policy
+from warmset.engine import TokenEngine
 from warmset.errors import WarmsetError
 from warmset.measure.price.documents import Document, ScoredText, documents_of, read_documents, split_text
 from warmset.measure.price.measurement import Measurement, Pass, Progress
@@ -29,6 +29,7 @@ from warmset.measure.price.summary import Summary
 from warmset.measure.price.sweep import SLOT_SHARES, all_policies, cold_with
 from warmset.measure.price.work import Work, default_root
 from warmset.measure.record import versions
+from warmset.prepare import check_policy
 from warmset.routing import Policy, describe
 from warmset.text import Engine, load_tokenizer
 
