@@ -110,7 +110,7 @@ def test_a_pass_takes_little_more_than_plain_transformers_windows():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--margins a", "A list must be numbers with commas between them. Got 'a'."),
+        ("--margins a", "--margins must be numbers with commas between them. Got 'a'."),
         ("--margins nan", "`margin` must be a finite number"),
         ("--margins 0.25,0.25", "policies must differ"),
         ("--ranks 3-1 --margins 1", "--ranks must leave a tail"),

@@ -207,6 +207,8 @@ DAMAGES = {
     "a window back in time": lambda a: {"window": last_changed(a["window"], 0)},
     "a window without a committed row": lambda a: {"committed": np.zeros_like(a["committed"])},
     "not a number": lambda a: {"scores": last_changed(a["scores"], np.nan)},
+    "an expert twice": lambda a: {"experts": last_changed(a["experts"], a["experts"][-2])},
+    "rising scores": lambda a: {"scores": last_changed(a["scores"], 1e9)},
     "no rows": lambda a: {name: array[:0] for name, array in a.items()},
 }
 

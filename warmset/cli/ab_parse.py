@@ -92,7 +92,7 @@ def given_options(name: str, words: Sequence[str]) -> tuple[dict[str, Any], set[
 
 def one_of_rows(option: str, text: str | None, default: int) -> int:
     """The single number of rows that an arm's windows have, from an option that takes a list."""
-    numbers = [default] if text is None else parse_list(text, int)
+    numbers = [default] if text is None else parse_list(option, text, int)
     if len(numbers) != 1:
         raise WarmsetError(f"{option} must be one number of rows in an arm. Got {shown(text)}.")
     return numbers[0]

@@ -70,13 +70,13 @@ def number(kind: type) -> Any:
     return parse
 
 
-def parse_list(text: str, kind: type) -> list[Any]:
-    """`1,4,8` -> [1, 4, 8]."""
+def parse_list(option: str, text: str, kind: type) -> list[Any]:
+    """`1,4,8`, as `option` got it -> [1, 4, 8]."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
-        raise WarmsetError(f"A list must be {what} with commas between them. Got {text!r}.") from None
+        raise WarmsetError(f"{option} must be {what} with commas between them. Got {shown(text)}.") from None
 
 
 def check_writable(json_path: str | None, option: str = "--json") -> None:

@@ -26,7 +26,7 @@ def bench_drafts(
     from warmset.measure.record import make_record
 
     check_writable(json_path)
-    found = run_drafts(parse_list(windows, int), prompts, tokens, slots, device)
+    found = run_drafts(parse_list("--windows", windows, int), prompts, tokens, slots, device)
     if json_path != "-":
         show_table(drafts_table(found["results"]))
     if json_path is not None:

@@ -234,7 +234,7 @@ def _policies(margins: str | None, ranks: str | None, policies: list[str] | None
 
     tail = parse_ranks(ranks)
     found: list[Any] = [] if margins is None else [
-        MarginSwap(margin=margin, ranks=tail) for margin in parse_list(margins, float)
+        MarginSwap(margin=margin, ranks=tail) for margin in parse_list("--margins", margins, float)
     ]  # fmt: skip
     return found + [parse_policy(text) for text in policies or []]
 

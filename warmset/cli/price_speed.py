@@ -67,7 +67,7 @@ class SpeedOptions:
         request = SpeedRequest(
             shape=shape,
             rows=rows,
-            margins=parse_list(margins or DEFAULT_MARGINS, float),
+            margins=parse_list("--margins", margins or DEFAULT_MARGINS, float),
             tails=[tail for tail in tails if tail is not None],
             trace=self.trace or DATA / "trace.safetensors",
             slots=self.shape_slots,

@@ -297,7 +297,7 @@ def _check(rates: Any, json_path: str | None) -> None:
 def _margin(text: str) -> float | None:
     if text == "all":
         return None
-    margin = parse_list(text, float) if "," not in text else []
+    margin = parse_list("--margin", text, float) if "," not in text else []
     legal = len(margin) == 1 and 0 <= margin[0] < 1e6
     if not legal:
         raise WarmsetError(f"--margin must be 0 or more, or all. Got {shown(text)}.")

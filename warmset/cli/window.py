@@ -87,11 +87,12 @@ def bench_window(
         raise WarmsetError(
             "bench window needs a CUDA device: on a CPU it only rehearses, with TRITON_INTERPRET=1."
         )
-    numbers = parse_list(rows or ("1,4,8" if trace is None else "4"), int)
+    numbers = parse_list("--rows", rows or ("1,4,8" if trace is None else "4"), int)
     if part == "experts":
         from warmset.measure.window import run_bench, save_record, window_table
 
-        found = run_bench(shape, numbers, parse_list(cold_experts or "0.63,1.87", float), chosen, tiles)
+        colds = parse_list("--cold-experts", cold_experts or "0.63,1.87", float)
+        found = run_bench(shape, numbers, colds, chosen, tiles)
         table = window_table(found["results"])
         name = "window-experts"
     else:
@@ -99,7 +100,7 @@ def bench_window(
         from warmset.measure.window import save_record
         from warmset.measure.window_tables import whole_table
 
-        colds = parse_list(cold_experts or "0,0.63,1.87", float)
+        colds = parse_list("--cold-experts", cold_experts or "0,0.63,1.87", float)
         more: dict[str, Any] = {"slots": slots, "margin": margin, "route_kernel": route_kernel}
         more["budget_sec"] = budget
         more = {key: value for key, value in more.items() if value is not None}
@@ -135,7 +136,7 @@ def bench_decode(
 
     check_writable(json_path)
     require(1 <= rounds <= 100, "--rounds", "1 to 100", rounds)
-    found = run_decode(parse_list(windows, int), tokens, rounds, resolve_device(device))
+    found = run_decode(parse_list("--windows", windows, int), tokens, rounds, resolve_device(device))
     if json_path != "-":
         show_table(decode_table(found["results"]))
     if json_path is not None:

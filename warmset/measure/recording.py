@@ -359,7 +359,8 @@ def load_recording(path: Path) -> Recording:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, WarmsetError):
             raise
-        raise WarmsetError(f"{path} cannot be read as a trace: {error}.") from None
+        what = f"it does not say {error}" if isinstance(error, KeyError) else error
+        raise WarmsetError(f"{path} cannot be read as a trace: {what}.") from None
     damage = _damage(arrays, recorded)
     if damage:
         raise WarmsetError(f"{path} is damaged: {damage}.")
@@ -395,6 +396,12 @@ def _damage(arrays: dict[str, np.ndarray], recorded: Recording) -> str | None:
         return "a window keeps a row after one that it took back"
     if not np.isfinite(recorded.score_P).all():
         return "a score is not finite"
+    count_R = recorded.count_NL.reshape(-1)
+    row_P = np.repeat(np.arange(len(count_R)), count_R)
+    if len(np.unique(row_P * recorded.num_experts + recorded.expert_P)) < total:
+        return "a row has an expert twice"
+    if ((np.diff(recorded.score_P) > 0) & (np.diff(row_P) == 0)).any():
+        return "a row's scores rise"
     return None
 
 
