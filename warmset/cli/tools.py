@@ -20,7 +20,7 @@ def env(json_path: JsonOption = None) -> None:
     check_writable(json_path)
     found = describe_machine()
     if json_path != "-":
-        show_table(key_values({key: "-" if value is None else value for key, value in found.items()}))
+        show_table(key_values(found))
     emit_json(found, json_path)
 
 

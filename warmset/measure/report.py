@@ -94,10 +94,13 @@ def bars_table(results: Sequence[BarResult]) -> Table:
 
 
 def key_values(values: dict[str, Any]) -> Table:
+    """One figure a line."""
     table = plain_table("", "")
     table.show_header = False
     for key, value in values.items():
-        table.add_row(key, str(value) if not isinstance(value, int) else number(value))
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
+        table.add_row(key, number(value, 1 if isinstance(value, float) and abs(value) >= 100 else 3))
     return table
 
 

@@ -163,7 +163,7 @@ def _share(value: float) -> str:
 
 
 def _kl(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2g}" if 0 < abs(value) < 1e-4 else f"{value:.5f}"
+    return UNKNOWN if value is None else f"{value:.7f}" if 0 < abs(value) < 1e-4 else f"{value:.5f}"
 
 
 def _signed(value: float | None) -> str:
