@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -292,6 +293,27 @@ def test_a_reader_that_goes_away_ends_us_quietly(checkpoints):
         ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
     )
     assert "Traceback" not in done.stderr and done.stdout.endswith(("141\n", "0\n"))
+
+
+@pytest.mark.parametrize("how", ["answer", "--help"])
+def test_ctrl_c_says_that_it_stopped(checkpoints, how):
+    """In the middle of an answer; and a command that ends by itself says nothing."""
+    words = ["--help"]
+    if how == "answer":
+        words = f"{checkpoints['qwen3_moe']} --prompt x --max-new-tokens 500".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "warmset", "generate", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # What a shell starts in the background ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    if how == "answer":
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    expected = (130, b"warmset: stopped.\n") if how == "answer" else (0, b"")
+    assert (process.returncode, err) == expected
 
 
 def test_a_prompt_that_is_no_unicode(checkpoints):

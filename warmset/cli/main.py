@@ -15,13 +15,15 @@ from .common import app
 # Typer carries its own copy of click in newer releases: take the class from what it exports.
 UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+INTERRUPTED = 130
+
 
 def main() -> None:
     """Entry point: runs the command and turns errors into one sentence and an exit code."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us as it ends any filter
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
     except WarmsetError as error:
         _leave(str(error), 2)
     except OSError as error:
@@ -31,7 +33,10 @@ def main() -> None:
     except UsageProblem as error:
         _leave(error.format_message(), 2)
     except (typer.Abort, KeyboardInterrupt):
-        _leave("stopped.", 130)
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer may turn Ctrl-C into a code by itself
+        _leave("stopped.", INTERRUPTED)
+    sys.exit(code)
 
 
 def _leave(sentence: str, code: int) -> None:

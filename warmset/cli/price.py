@@ -294,6 +294,9 @@ def run_price(
                 results["budget"] = found.results(engine.identity(), report.results["policies"])
             if free:
                 results["free"] = measure_free(engine, tokenizer, policies, config.seed, bars.update)
+        except KeyboardInterrupt:
+            typer.echo("warmset: finished passes are kept: the same command with --resume goes on.", err=True)
+            raise
         finally:
             engine.close()
     if policy_file is not None:
