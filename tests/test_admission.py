@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from warmset import admission as adm
 from warmset.admission import Admission, Arrival, Frequency
 from warmset.config import SamplingConfig
 from warmset.routing import MarginSwap
+from warmset.text import load_tokenizer
 
 LAYERS, EXPERTS, SIZE = 3, 7, 10
 TOTAL = LAYERS * EXPERTS
@@ -324,3 +326,24 @@ def test_closing_waits_for_copies_under_way(checkpoints, prompt_ids):
         next(answer)
     engine.close()
     assert not engine.slots.pending
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["off", "lfu", "lru"])
+def test_c14_a_long_prompt_leaves_the_working_set(rule):
+    """C14: warm decode, a prompt of 4,096 tokens of another kind, decode again."""
+    engine = open_engine("builtin:tiny", "33%", admission=rule)
+    tokenizer = load_tokenizer(engine.prepared)
+    ids = tokenizer.encode("When a query is executed, the server")
+    code = tokenizer.encode(Path(adm.__file__).read_text(encoding="utf-8"))
+    sampling = SamplingConfig(max_new_tokens=150, temperature=0.7)
+    list(engine.decode(ids, sampling))
+    engine.conversation.forget()
+    list(engine.decode(ids, sampling))
+    before, residents = engine.stats()["hit_rate"], list(engine.slots.owner)
+    list(engine.decode((code * 4)[:4096], SamplingConfig(max_new_tokens=1)))
+    engine.residency.settle()
+    assert engine.slots.owner == residents
+    engine.conversation.forget()
+    list(engine.decode(ids, sampling))
+    assert engine.stats()["hit_rate"] > before - 0.05
