@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import FAMILIES
@@ -89,3 +93,15 @@ def test_the_last_device_holds_everything(checkpoints, prompt_ids):
     engine = TokenEngine(config)
     list(engine.decode(prompt_ids, SamplingConfig(max_new_tokens=4)))
     assert torch.cuda.memory_allocated(0) == before
+
+
+def test_the_command_line_decodes_there(checkpoints):
+    words = f"generate {checkpoints['qwen4_exp']} --prompt Experts --slots 33% --route-resident 9 --stages --json -"
+    answer = subprocess.run(
+        [sys.executable, "-m", "warmset", *words.split(), "--device", "cuda"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert (found["device"], found["new_tokens"], found["dtype"]) == ("cuda:0", 150, "float32")
+    assert found["graphs"]["used"] and found["routing"]["swaps"] > 0 and found["stages"]["total"] > 0
