@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOKENS ?= 150
+GPU_WORKERS ?= 6
 # One torch thread a worker: two processes with default threads are slower than one.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -32,7 +33,8 @@ test-slow: $(STAMP)
 
 # On the machine with the GPU: installs nothing, takes PYTHON as found.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) -p no:cacheprovider --durations 15
+	$(PYTHON) -m pytest -m "gpu and alone" -p no:cacheprovider
 
 check: $(STAMP)
 	$(BIN)/ruff check .

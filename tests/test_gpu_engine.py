@@ -76,6 +76,7 @@ def test_the_policy_saves_cold_reads_and_the_arena_is_pinned(checkpoints, prompt
     assert on.stats()["bytes_slow"] < off.stats()["bytes_slow"]
 
 
+@pytest.mark.alone
 def test_stages_add_up_to_the_window(checkpoints, prompt_ids):
     _, _, engine = run(checkpoints["qwen4_exp"], "33%", prompt_ids)
     measured = sum(sum(window.values()) for window in engine.clock.windows_ms)

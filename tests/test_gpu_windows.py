@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import FAMILIES
+from mtp_checkpoints import add_mtp
 from windows import BY_NOISE, decode, foreseen, parts_at_a_near_tie
 
 from warmset.config import EngineConfig, SamplingConfig, SlotsRequest
@@ -18,6 +19,7 @@ from warmset.stages import StageClock
 pytestmark = pytest.mark.gpu
 
 TOKENS = 40
+TINY = "builtin:tiny"
 CUDA = torch.device("cuda:0")
 
 
@@ -157,6 +159,7 @@ def test_drawn_tokens_are_the_hosts(checkpoints, prompt_ids):
         assert same >= TOKENS // 2, (same, ours, theirs)
 
 
+@pytest.mark.alone
 def test_stages_add_up_to_the_window(checkpoints, prompt_ids):
     engine = open_engine(checkpoints["qwen4_exp"])
     clock = StampClock(CUDA)
@@ -231,6 +234,7 @@ def test_windows_that_ran_ahead_of_a_stop_token_are_not_counted(checkpoints, pro
         assert device.stats()[name] == host.stats()[name], name
 
 
+@pytest.mark.alone
 def test_the_stages_of_an_engines_captured_windows(checkpoints, prompt_ids):
     engine = open_engine(checkpoints["qwen3_next"], graphs="auto", stages=True)
     list(engine.decode(prompt_ids, SamplingConfig(max_new_tokens=TOKENS)))
@@ -254,6 +258,59 @@ def test_nothing_is_allocated_or_waited_for_while_windows_run(checkpoints, promp
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert len(runs.take()[0]) == 52
+
+
+@pytest.fixture(scope="module")
+def with_mtp(checkpoints, tmp_path_factory):
+    root = tmp_path_factory.mktemp("mtp")
+    made = {name: add_mtp(checkpoints[name], root / name) for name in ("qwen3_next", "qwen4_exp_sparse")}
+    return {TINY: TINY, **made}
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("family", [TINY, "qwen3_next", "qwen4_exp_sparse"])
+def test_the_mtp_layer_drafts_inside_the_graph(with_mtp, prompt_ids, family, rows):
+    """Greedy text is that of single rows; drafts by noise alone are all right, so no window is wasted; turns go on."""
+    settings = {"window": rows, "draft": "mtp", "adapt": False}
+    host, device = (open_engine(with_mtp[family], **settings, graphs=graphs) for graphs in ("off", "auto"))
+    text, logits_NV = by_the_host(open_engine(with_mtp[family]), prompt_ids)
+    ours = decode(device, prompt_ids, TOKENS)
+    assert device.stats()["graphs"] == {"used": True, "why_not": None, "captures": 1}
+    if not parts_at_a_near_tie(text, ours, logits_NV) and decode(host, prompt_ids, TOKENS) == text:
+        ratio = device.stats()["windows"] / host.stats()["windows"]
+        assert 0.9 <= ratio <= 1.1, "a draft may fall to the other side of a near-tie"
+    assert decode(device, prompt_ids, TOKENS, **BY_NOISE) == decode(host, prompt_ids, TOKENS, **BY_NOISE)
+    assert device.stats()["windows"] == -(-(TOKENS - 1) // rows) and device.stats()["drafts"]["rejected"] == 0
+    ended = decode(device, prompt_ids, TOKENS, **BY_NOISE)[:10]
+    device.conversation.forget()
+    sampling = SamplingConfig(max_new_tokens=TOKENS, **BY_NOISE)
+    assert list(device.decode(prompt_ids, sampling, watch=lambda token: token == ended[-1])) == ended
+    turn = [*prompt_ids, *ended, 77, 78]
+    again = list(device.decode(turn, SamplingConfig(max_new_tokens=12)))
+    assert device.stats()["cached_tokens"] == len(prompt_ids) + 9
+    expected, logits_NV = by_the_host(host, turn, 12)
+    parts_at_a_near_tie(expected, again, logits_NV)
+
+
+def test_drafting_ahead_allocates_nothing_and_waits_for_nothing(prompt_ids):
+    engine = open_engine(TINY, window=4, draft="mtp", graphs="auto", adapt=False)
+    decode(engine, prompt_ids, 8)
+    runs = engine.captured._runs
+    engine.conversation.forget()
+    sequence = engine.windows.start()
+    token = int(engine.windows.read_prompt(sequence, prompt_ids).argmax())
+    given = {"sampling": SamplingConfig(max_new_tokens=300), "most_tokens": 200, "sequence": sequence}
+    runs.begin(sequence.state, sequence.ids, token, **given)
+    runs.run(2, 4)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs.run(20, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert len(runs.take()[0]) >= 22
 
 
 CAPTURING = {"graphs": "auto", "admission": "lfu"}

@@ -16,6 +16,7 @@ from warmset.config import SamplingConfig
 from warmset.experts import ExpertRunner
 from warmset.graph.runs import MAX_NEW_TOKENS, MAX_STOPS, WindowRuns
 from warmset.graph.stamps import StampClock
+from warmset.mtp import MtpDraft
 from warmset.stages import StageClock
 from warmset.window import Sequence, WindowRunner
 
@@ -24,7 +25,7 @@ MANY = 8
 
 
 class CapturedWindows:
-    """The captured windows of one engine. `source`: where drafts come from."""
+    """The captured windows of one engine. `source`: where drafts come from; `mtp`: the layer, if from there."""
 
     def __init__(
         self,
@@ -32,14 +33,15 @@ class CapturedWindows:
         runner: ExpertRunner,
         clock: StageClock,
         *,
-        source: Literal["none", "lookup"],
+        source: Literal["none", "lookup", "mtp"],
         max_model_len: int,
+        mtp: MtpDraft | None = None,
     ) -> None:
         self._windows = windows
         self._runner = runner
         self._clock = clock
         self._max_model_len = max_model_len
-        self._runs = WindowRuns(windows.trunk, runner, windows.routing, clock, source=source)
+        self._runs = WindowRuns(windows.trunk, runner, windows.routing, clock, source=source, mtp=mtp)
         self._gpu = runner.slots.device.type == "cuda"
         self._runs.counts_reads = self._gpu
         self._sequence: Sequence | None = None
@@ -62,7 +64,7 @@ class CapturedWindows:
             return f"there are more than {MAX_STOPS} stop tokens"
         if most_tokens > MAX_NEW_TOKENS:
             return f"the answer may have more than {MAX_NEW_TOKENS:,} tokens"
-        return self._runs.why_not(sequence.state, sampling)
+        return self._runs.why_not(sequence.state, sampling, sequence)
 
     def forget(self) -> None:
         """Let go of the graphs, for example because the policy is another."""
@@ -88,6 +90,7 @@ class CapturedWindows:
         self._runs.begin(
             sequence.state, sequence.ids, token,
             sampling=sampling, most_tokens=most_tokens, stop_ids=stop_ids, max_length=self._max_model_len,
+            sequence=sequence,
         )  # fmt: skip
         self._sequence, self._written, self._left = sequence, [token], most_tokens
         self._verified, self._cold_before, self._failed = 0, 0, False
@@ -156,7 +159,7 @@ class CapturedWindows:
         if self._failed:
             sequence.broken = True
             return
-        kept = self._runs.end(sequence.state)
+        kept = self._runs.end(sequence.state, sequence)
         sequence.ids += self._written[:kept]
         ran, counts = self._runs.counts(), self._windows.counts
         counts.windows += ran.windows

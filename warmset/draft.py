@@ -23,6 +23,7 @@ class Sequence(Protocol):
 
     ids: list[int]
     drafting: Any
+    hidden_H: torch.Tensor | None
 
 
 class Draft(Protocol):

@@ -22,6 +22,7 @@ from warmset.model import quiet_transformers, skip_unused_indexers
 from warmset.models import find_model
 from warmset.mtp import MtpDraft, has_mtp, mtp_bytes
 from warmset.slots import Slots
+from warmset.stages import StageClock
 from warmset.store import FileStore
 
 ROWS_WITH_DRAFTS = 4
@@ -97,7 +98,7 @@ def open_draft(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    make_kernels: Callable[[Slots, FileStore, Callable], DeviceExperts | None],
+    make_kernels: Callable[[Slots, FileStore, Callable, StageClock], DeviceExperts | None],
 ) -> Draft:
     """Load what the source needs. make_kernels: what runs experts of other slots on this device."""
     if drafting.source == "none":

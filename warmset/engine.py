@@ -28,6 +28,7 @@ from warmset.errors import WarmsetError
 from warmset.experts import ExpertRunner
 from warmset.graph.stamps import StampClock, follow_kinds
 from warmset.models import BUILTIN_PROFILES
+from warmset.mtp import MtpDraft
 from warmset.needs import needs_of
 from warmset.prepare import check_policy, check_prompt, identity_of, prepare
 from warmset.residency import Residency
@@ -95,7 +96,7 @@ class TokenEngine:
         self.slots.fill(chosen, self.store, self._reporter("filling slots"))
         self.store.reset_counts()
         activation = model.activation_of(trunk, layers)
-        kernels = self._device_experts(self.slots, self.store, activation)
+        kernels = self._device_experts(self.slots, self.store, activation, self.clock)
         runner = ExpertRunner(self.slots, self.store, activation, self.clock, kernels)
         routing = Routing(
             self.policy,
@@ -169,16 +170,17 @@ class TokenEngine:
         self.captured: CapturedWindows | None = None
         if not self._wants_graphs:
             self._no_graphs = "graphs are off" if self.config.graphs == "off" else "the device is the CPU"
-        elif source not in ("none", "lookup"):
-            self._no_graphs = f"the host makes the drafts ({source})"
+        elif source == "model":
+            self._no_graphs = "the host makes the drafts (model)"
         else:
             self._no_graphs = ""
             self.captured = CapturedWindows(
                 self.windows,
                 self.runner,
                 self.clock,
-                source=source,  # type: ignore[arg-type]  # one of the two
+                source=source,  # type: ignore[arg-type]  # one of the three
                 max_model_len=self.prepared.max_model_len,
+                mtp=self.draft if isinstance(self.draft, MtpDraft) else None,
             )
 
     def _reporter(self, what: str) -> Callable[[int, int], None] | None:
@@ -225,7 +227,9 @@ class TokenEngine:
         self.notes.extend(notes)
         return arena
 
-    def _device_experts(self, slots: Slots, store: Store, activation: Callable) -> DeviceExperts | None:
+    def _device_experts(
+        self, slots: Slots, store: Store, activation: Callable, clock: StageClock
+    ) -> DeviceExperts | None:
         """The kernels, or None for plain torch; on a GPU the reason is said."""
         if self.prepared.device.type == "cpu":
             return None
@@ -236,7 +240,7 @@ class TokenEngine:
         name = activation_name(activation)
         assert name is not None
         table = AddressTable(slots, store)
-        return DeviceExperts(slots, store, table, name, self.clock)
+        return DeviceExperts(slots, store, table, name, clock)
 
     def choose_residents(self, count: int) -> list[tuple[int, int]]:
         """The (layer, expert) pairs that fill `count` slots when an engine starts, by the profile if there is one."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from warmset import model
 from warmset.checkpoint import Checkpoint, ExpertMap, find_mtp_experts
+from warmset.config import MAX_WINDOW_ROWS
 from warmset.device_experts import DeviceExperts
 from warmset.draft import Guess, Sequence
 from warmset.errors import CheckpointError
@@ -57,15 +58,22 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_hidden = norm(hidden, eps=eps).to(dtype)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False, dtype=dtype)
         self.body = model.bare_decoder(trunk, _one_layer(trunk.config), dtype)
+        self.config = self.body.config
         self.norm = nn.Identity() if hasattr(self.body, "norm") else norm(hidden, eps=eps).to(dtype)
 
-    def forward(self, embedded_PH: torch.Tensor, hidden_PH: torch.Tensor, cache: Any) -> torch.Tensor:
-        """The layer's output [P, H] before the head."""
+    def forward(
+        self, embedded_PH: torch.Tensor, hidden_PH: torch.Tensor, cache: Any, **inputs: Any
+    ) -> torch.Tensor:
+        """The layer's output [P, H] before the head; `inputs`: positions and mask, where they are not the next ones."""
         parts = (self.pre_fc_norm_embedding(embedded_PH), self.pre_fc_norm_hidden(hidden_PH))
         joined_PH = self.fc(torch.cat(parts, dim=-1))
         with model.quiet_forward():
-            output = self.body(inputs_embeds=joined_PH[None], cache=cache, use_cache=True)
+            output = self.body(inputs_embeds=joined_PH[None], cache=cache, use_cache=True, **inputs)
         return self.norm(output.last_hidden_state[0])
+
+    def get_decoder(self) -> nn.Module:
+        """As a trunk of transformers' has it."""
+        return self.body
 
     def place_of(self, name: str) -> str:
         """Where a tensor of the file belongs: what is in front of and behind the layer here, the rest in the body."""
@@ -150,7 +158,7 @@ class MtpDraft:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        make_kernels: Callable[[Slots, FileStore, Callable], DeviceExperts | None],
+        make_kernels: Callable[[Slots, FileStore, Callable, StageClock], DeviceExperts | None],
     ) -> None:
         self.head, expert_map = load_head(checkpoint, trunk, dtype, device)
         self._embed: Any = trunk.get_input_embeddings()
@@ -175,10 +183,11 @@ class MtpDraft:
         self.slots.fill([(0, expert) for expert in range(expert_map.num_experts)], self.store)
         activation = model.activation_of(body, layers)
         clock = StageClock(device, enabled=False)
-        kernels = make_kernels(self.slots, self.store, activation)
+        kernels = make_kernels(self.slots, self.store, activation, clock)
+        self.has_kernels = kernels is not None
         runner = ExpertRunner(self.slots, self.store, activation, clock, kernels)
-        routing = Routing(None, layers[0].rule, self.slots.device_table_LE, max_rows=1)
-        model.install(body, layers, runner, routing, clock)
+        self.routing = Routing(None, layers[0].rule, self.slots.device_table_LE, max_rows=MAX_WINDOW_ROWS)
+        model.install(body, layers, runner, self.routing, clock)
 
     def _ahead(self, sequence: Sequence) -> _Ahead:
         from warmset.states import SequenceState
@@ -198,18 +207,35 @@ class MtpDraft:
         ahead = self._ahead(sequence)
         if count == 0 or ahead.num_waiting == 0:
             return []
-        hidden_H = self._catch_up(ahead, [*sequence.ids[ahead.length + 1 :], token])
+        hidden_H = self.catch_up(sequence, token)
         drafts: list[int] = []
         ahead.state.open(count - 1)
         try:
             while True:
-                logits_V = F.linear(hidden_H, self._unembed.weight, self._unembed.bias)
-                drafts.append(guess(logits_V, len(sequence.ids) + 1 + len(drafts)))
+                drafts.append(guess(self.logits(hidden_H), len(sequence.ids) + 1 + len(drafts)))
                 if len(drafts) == count:
                     return drafts
                 hidden_H = self._run(ahead.state, [drafts[-1]], hidden_H[None])[-1]
         finally:
             ahead.state.settle(0)
+
+    def catch_up(self, sequence: Sequence, token: int) -> torch.Tensor:
+        """Read every row that waits, the last one with `token` after it: the layer's output [H] after that row."""
+        ahead = self._ahead(sequence)
+        return self._catch_up(ahead, [*sequence.ids[ahead.length + 1 :], token])
+
+    def wait(self, sequence: Sequence, hidden_H: torch.Tensor) -> None:
+        """The layer's states hold every row of `sequence` but the last, which waits with the trunk's `hidden_H`."""
+        sequence.hidden_H = hidden_H
+        self._ahead(sequence).waiting = [hidden_H[None]]
+
+    def embed(self, token_T: torch.Tensor) -> torch.Tensor:
+        """The trunk's embeddings [T, H]."""
+        return F.embedding(token_T, self._embed.weight)
+
+    def logits(self, out_TH: torch.Tensor) -> torch.Tensor:
+        """The trunk's head over the layer's output: [T, V]."""
+        return F.linear(out_TH, self._unembed.weight, self._unembed.bias)
 
     @torch.inference_mode()
     def _catch_up(self, ahead: _Ahead, following: list[int]) -> torch.Tensor:
@@ -226,8 +252,7 @@ class MtpDraft:
         return out_H
 
     def _run(self, state: Any, following: list[int], hidden_PH: torch.Tensor) -> torch.Tensor:
-        ids_P = torch.tensor(following, device=self._device)
-        return self.head(F.embedding(ids_P, self._embed.weight), hidden_PH, state.cache)
+        return self.head(self.embed(torch.tensor(following, device=self._device)), hidden_PH, state.cache)
 
     def go_back(self, sequence: Sequence, hidden_H: torch.Tensor | None) -> None:
         """The layer's rows are cut, and the last settled row, whose next token is open again, waits."""

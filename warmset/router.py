@@ -7,6 +7,8 @@ checkpoint and nothing of transformers' modelling code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +111,17 @@ class Routing:
     def end_static(self) -> None:
         """The forward is over; `made` stays."""
         self.static, self.real_T = False, None
+
+    @contextmanager
+    def alone(self, position_T: torch.Tensor, real_T: torch.Tensor | None) -> Iterator[None]:
+        """A static forward whose picks nobody asks about; whether the policy acts is afterwards as it was."""
+        acts = self.acts
+        self.begin_static(position_T, real_T)
+        try:
+            yield
+        finally:
+            self.end_static()
+            self.acts, self.made = acts, []
 
     @property
     def runs_in_torch(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmset.config import EngineConfig
@@ -36,7 +37,7 @@ def window_request(name: str, words: Sequence[str]) -> tuple[Request, torch.devi
             shape=params["shape"],
             rows=[one_of_rows("--rows", params["rows"], ROWS)],
             colds=[],
-            trace=params["trace"],
+            trace=Path(params["trace"]),  # some typer versions leave it a str here
             slots=params["slots"],
             trace_windows=ALL_WINDOWS,
             margin=params["margin"],

@@ -78,6 +78,8 @@ class StaticForms:
         parameter = next(trunk.parameters())
         self.device, self._dtype = parameter.device, parameter.dtype
         self._ops = _ops(self.device)
+        self.hidden_TH: torch.Tensor | None = None
+        """The decoder's last hidden states in the last forward; inside `using`."""
         self._cache: StaticCache | None = None
         self._indexers: list[Any] = []
         self._index_weights: dict[int, IndexWeights] = {}
@@ -85,6 +87,7 @@ class StaticForms:
         self.why_not: str | None = None
         """Why this trunk has no static form, as the end of a sentence."""
         self._put_in()
+        trunk.get_decoder().register_forward_hook(self._keep_hidden)
         _register_attention()
 
     @classmethod
@@ -108,12 +111,21 @@ class StaticForms:
                 config._attn_implementation = ATTENTION
             yield
         finally:
-            self._cache = None
+            self._cache = self.hidden_TH = None
             for key, config in configs.items():
                 config._attn_implementation = before[key]
 
+    def _keep_hidden(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._cache is not None:
+            self.hidden_TH = output.last_hidden_state[0]
+
     def forward(self, token_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] after each row of a window at `position_T`; inside `using`."""
+        inputs = self.inputs(position_T)
+        return self.trunk(input_ids=token_T[None], cache=self._cache, use_cache=True, **inputs).logits[0]
+
+    def inputs(self, position_T: torch.Tensor) -> dict[str, Any]:
+        """Positions and mask of a window at `position_T`, as a forward takes them; inside `using`."""
         cache = self._cache
         assert cache is not None
         seen_TS = torch.arange(cache.places, device=self.device)[None] <= position_T[:, None]
@@ -122,14 +134,7 @@ class StaticForms:
         if "causal_mask_mapping" in inspect.unwrap(type(decoder).forward).__code__.co_varnames:
             kinds = set(self.trunk.config.layer_types)
             mask = {kind: None if kind == "linear_attention" else mask for kind in kinds}
-        output = self.trunk(
-            input_ids=token_T[None],
-            position_ids=position_T[None],
-            attention_mask=mask,
-            cache=cache,
-            use_cache=True,
-        )
-        return output.logits[0]
+        return {"position_ids": position_T[None], "attention_mask": mask}
 
     def prepare(self, cache: StaticCache) -> None:
         """What a forward must find ready: block keys of each indexer; outside of any graph."""

@@ -1,6 +1,6 @@
 """Runs of decode windows that need the host only to read tokens out: one captured graph for each number of rows.
 
-    tokens -> trunk -> draw -> judge -> commit -> next drafts -> tokens
+    tokens, drafts -> trunk -> draw -> judge -> commit -> tokens
 
 Everything that changes from window to window lies in device memory and is written in place: tokens, positions, states,
 what was drawn, how much is left, and whether the answer has ended; a window after the end keeps nothing. On a GPU the
@@ -12,28 +12,33 @@ memory of the states); slots and tables change in place and need no new capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from warmset.config import MAX_WINDOW_ROWS, SamplingConfig
+from warmset.draft import Sequence
 from warmset.errors import RowError, WarmsetError
 from warmset.experts import ExpertRunner
 from warmset.graph import draws
+from warmset.graph.ahead import StaticAhead
 from warmset.graph.cache import StaticCache, pages_for, why_not_static
 from warmset.graph.forms import StaticForms
 from warmset.graph.lookup import look_up
 from warmset.graph.stamps import Mark, StampClock
 from warmset.model import quiet_transformers
+from warmset.mtp import MtpDraft
 from warmset.router import Routing
 from warmset.routing import COUNTER_NAMES
 from warmset.stages import StageClock
 from warmset.states import SequenceState
 
-Source = Literal["none", "lookup", "fixed"]
-"""Where the next window's drafts come from; `fixed`: the tokens that lie there, for measurements."""
+Source = Literal["none", "lookup", "mtp", "fixed"]
+"""Where a window's drafts come from; `fixed`: the tokens that lie there, for measurements."""
 
 MAX_STOPS = 16
 MAX_NEW_TOKENS = 1 << 16
@@ -88,7 +93,11 @@ class WindowRuns:
         clock: StageClock,
         *,
         source: Source = "none",
+        mtp: MtpDraft | None = None,
     ) -> None:
+        """mtp: the MTP layer, for drafts from there."""
+        assert (source == "mtp") == (mtp is not None)
+        self._ahead = None if mtp is None else StaticAhead(mtp)
         self.forms = StaticForms.of(trunk)
         self.clock = clock
         self.captures = 0
@@ -133,7 +142,9 @@ class WindowRuns:
 
     # -- a sequence -------------------------------------------------------------------------------------------
 
-    def why_not(self, state: SequenceState, sampling: SamplingConfig) -> str | None:
+    def why_not(
+        self, state: SequenceState, sampling: SamplingConfig, sequence: Sequence | None = None
+    ) -> str | None:
         """Why a run cannot go on from this sequence, as the end of a sentence, or None."""
         gpu = self._device.type == "cuda"
         kernels = self._runner.device_experts
@@ -145,6 +156,7 @@ class WindowRuns:
             "the policy runs in plain torch" if gpu and self._routing.runs_in_torch else None,
             "experts run in plain torch" if gpu and kernels is None else None,
             "routing is being recorded" if self._routing.kept_logits is not None else None,
+            self._ahead.why_not(sequence) if self._ahead is not None and sequence is not None else None,
         )
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -159,10 +171,12 @@ class WindowRuns:
         most_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         max_length: int = 0,
+        sequence: Sequence | None = None,
     ) -> None:
         """Take over the sequence of `ids`, whose states are `state`; `token` was drawn after it and runs first.
 
         most_tokens: how many further tokens may be drawn. max_length: of any sequence to come, where it is known.
+        sequence: what the MTP layer keeps of it, where drafts come from there.
         """
         assert len(ids) == state.length and 0 < most_tokens <= MAX_NEW_TOKENS and len(stop_ids) <= MAX_STOPS
         places = pages_for(state.length + most_tokens)
@@ -187,14 +201,18 @@ class WindowRuns:
         for tensor in (self._done, self._failed, self._out_at, self._figures, self._num_drafts):
             tensor.zero_()
         self._read = 0
-        self._propose()
+        if self._ahead is not None:
+            assert sequence is not None
+            if self._ahead.begin(sequence, token, self.cache.places):
+                self.forget()
+        self._look_up()
 
     @torch.inference_mode()
     def run(self, num_windows: int, rows: int) -> None:
         """Run windows of `rows` rows, without waiting for them; after the answer's end they keep nothing."""
         assert self.cache is not None and 1 <= rows <= MAX_WINDOW_ROWS
         if not self.captures_windows:
-            with self.forms.using(self.cache), quiet_transformers():
+            with self._static_forms():
                 for _ in range(num_windows):
                     self._body(rows)
             return
@@ -230,15 +248,21 @@ class WindowRuns:
     def take_back(self, num_rows: int) -> None:
         """The last `num_rows` kept rows of the last window shall not have run. Only before `end`: the run is over."""
         assert self.cache is not None
-        self.cache.place.begin_2[1:].sub_(num_rows)
+        begin_2 = self.cache.place.begin_2
+        begin_2[1:].sub_(num_rows)
+        if self._ahead is not None:
+            self._ahead.take_back(begin_2)
         self._done.fill_(True)
 
     @torch.inference_mode()
-    def end(self, state: SequenceState) -> int:
+    def end(self, state: SequenceState, sequence: Sequence | None = None) -> int:
         """Give the sequence back: `state` is as if it had run the kept rows itself. Returns how many there were."""
         assert self.cache is not None
         before = state.length
         self.cache.store(state)
+        if self._ahead is not None:
+            assert sequence is not None
+            self._ahead.end(sequence, state.length)
         return state.length - before
 
     def counts(self) -> RunCounts:
@@ -296,7 +320,7 @@ class WindowRuns:
         self._done.fill_(True)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with self.forms.using(self.cache), quiet_transformers():
+        with self._static_forms():
             with torch.cuda.stream(side):
                 self._body(rows)
             torch.cuda.current_stream(self._device).wait_stream(side)
@@ -319,6 +343,13 @@ class WindowRuns:
 
     # -- one window -------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _static_forms(self) -> Iterator[None]:
+        assert self.cache is not None
+        ahead = nullcontext() if self._ahead is None else self._ahead.using()
+        with self.forms.using(self.cache), ahead, quiet_transformers():
+            yield
+
     def _body(self, rows: int) -> Any:
         """One window; no host sync and no number that the host knows, so that it can be captured."""
         assert self.cache is not None
@@ -326,16 +357,22 @@ class WindowRuns:
         row_T = torch.arange(rows, device=self._device)
         with clock.captured() if isinstance(clock, StampClock) else clock.window():
             token_T, position_T = self.token_X[:rows], place.open(rows)
+            if self._ahead is not None and rows > 1:
+                with clock.stage("draft"):
+                    self._draft_ahead(position_T[:1], rows - 1)
             num_drafts = self._num_drafts.clamp(max=rows - 1)
-            real_T = row_T <= num_drafts if self._source == "lookup" and rows > 1 else None
+            real_T = row_T <= num_drafts if self._source in ("lookup", "mtp") and rows > 1 else None
             routing.begin_static(position_T, real_T)
             logits_TV = self.forms.forward(token_T, position_T)
             with clock.stage("sample"):
                 drawn_T = self._draws.draw(self._kind, logits_TV, position_T + 1)
             with clock.stage("commit"):
-                self._commit(token_T, drawn_T, logits_TV, row_T, position_T, num_drafts)
+                count = self._commit(token_T, drawn_T, logits_TV, row_T, position_T, num_drafts)
             with clock.stage("draft"):
-                self._propose()
+                self._look_up()
+                if self._ahead is not None:
+                    assert self.forms.hidden_TH is not None
+                    self._ahead.read(self.forms.hidden_TH, drawn_T, position_T[:1], count)
         routing.end_static()
         if self.on_logits is not None:
             self.on_logits(logits_TV)
@@ -349,8 +386,11 @@ class WindowRuns:
         row_T: torch.Tensor,
         position_T: torch.Tensor,
         num_drafts: torch.Tensor,
-    ) -> None:
-        """Keep as many rows as hold: those up to the first wrong draft, the first error, the end of the answer."""
+    ) -> torch.Tensor:
+        """Keep as many rows as hold: those up to the first wrong draft, the first error, the end of the answer.
+
+        Returns how many those are.
+        """
         assert self.cache is not None
         rows, made = len(row_T), self._routing.made
         bad_LT = torch.stack([routed.error_T for routed in made]) != 0
@@ -384,6 +424,7 @@ class WindowRuns:
         self._out_at.add_(count)
         self._left.sub_(count)
         self._done.logical_or_(failed | (self._left <= 0) | ((end <= count) & (count > 0)))
+        return count
 
     def _count(
         self,
@@ -411,8 +452,15 @@ class WindowRuns:
         ]
         self._figures.add_(torch.cat(figures))
 
-    def _propose(self) -> None:
-        """The drafts of the next window into `token_X[1:]`."""
+    def _draft_ahead(self, start_1: torch.Tensor, count: int) -> None:
+        """The MTP layer's drafts for the window at `start_1` into `token_X`."""
+        assert self._ahead is not None
+        drafts_N = self._ahead.propose(count, start_1, partial(self._draws.draw, self._kind))
+        self.token_X[1 : 1 + count].copy_(drafts_N)
+        self._num_drafts.copy_((self._left - 1).clamp(min=0, max=count))
+
+    def _look_up(self) -> None:
+        """The drafts of the next window into `token_X[1:]`, where the text so far gives them."""
         assert self.cache is not None
         if self._source == "fixed":
             self._num_drafts.fill_(MAX_WINDOW_ROWS - 1)
