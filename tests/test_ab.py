@@ -172,6 +172,19 @@ def test_resume_refuses_another_experiment(fakes):
     assert code == 2 and "is there already" in err and fakes.record.read_bytes() == before
 
 
+def test_a_complete_record_is_shown_where_its_arms_cannot_run(fakes, monkeypatch):
+    _, first, _ = fakes.run("--pairs", "6", speeds=[100.0, 101.0])
+    monkeypatch.setattr("warmset.cli.ab._plan", lambda *given: pytest.fail("an arm was made"))
+    code, again, _ = fakes.call("--resume", "--json", str(fakes.record))
+    assert code == 0 and again == first and len(fakes.legs_run()) == 12
+    record = json.loads(fakes.record.read_text())
+    del record["results"]["legs"][3]["samples"]
+    fakes.record.write_text(json.dumps(record))
+    before = fakes.record.read_bytes()
+    code, _, err = fakes.call("--resume", "--json", str(fakes.record))
+    assert code == 2 and "damaged" in err and err.count("\n") == 1 and fakes.record.read_bytes() == before
+
+
 def test_every_leg_gets_a_fresh_copy_of_a_learned_file(fakes, tmp_path):
     learned = tmp_path / "learned.json"
     learned.write_text("as saved")

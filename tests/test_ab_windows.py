@@ -17,7 +17,8 @@ from warmset.measure.ab.run import _Budget
 from warmset.measure.ab.windows import ALL_WINDOWS, replay_windows
 from warmset.measure.price.speed import rehearsal_trace
 from warmset.measure.recording import Recording, ranked, save_recording
-from warmset.measure.whole_window import Request, run_whole
+from warmset.measure.whole_legs import run_whole
+from warmset.measure.whole_request import Request
 
 CPU = torch.device("cpu")
 WINDOW = "bench window --trace t --rows 4"

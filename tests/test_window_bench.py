@@ -12,7 +12,9 @@ from warmset.errors import WarmsetError
 from warmset.graph.stamps import ANY_LAYER, Mark, StampClock, stage_table
 from warmset.measure.trace import Trace, save_trace
 from warmset.measure.whole_input import WHOLE_SHAPES, tile_trace
-from warmset.measure.whole_window import Floors, Request, run_whole
+from warmset.measure.whole_legs import run_whole
+from warmset.measure.whole_request import Request
+from warmset.measure.whole_window import Floors
 from warmset.measure.window_input import cold_by_layer
 from warmset.measure.window_tables import legs_table, read_legs, whole_table
 

@@ -19,6 +19,8 @@ PAIRS, SAMPLES, ORDER, SEED = 12, 9, "alternating", 0
 NEW_TOKENS = WINDOWS = 150
 OF_ANSWERS, OF_WINDOWS = ("model", "prompts", "max_new_tokens"), ("windows",)
 """Options that only arms of answers have, and only arms of `bench window`."""
+TO_SHOW = {"resume", "json_path", "markdown", "plot", "budget"}
+"""Options that say nothing of an experiment."""
 
 
 @app.command()
@@ -194,12 +196,17 @@ def _experiment(given: set[str], options: dict[str, Any]) -> dict[str, Any]:
     from warmset.measure.ab import run
 
     path = None if options["json_path"] in (None, "-") else Path(options["json_path"])
+    budget = options["budget"]
+    require(budget is None or 0 < budget < 1e9, "--budget-sec", "above 0", budget)
     if options["resume"]:
         if path is None:
             raise WarmsetError("--resume needs --json FILE: the record to go on with.")
-        options = {**options, **_recorded(run.read_record_of_pairs(path), given)}
-    budget = options["budget"]
-    require(budget is None or 0 < budget < 1e9, "--budget-sec", "above 0", budget)
+        recorded = run.read_record_of_pairs(path)
+        if (
+            run.is_complete(recorded) and given <= TO_SHOW
+        ):  # nothing is run, so nothing has to be there to run it
+            return run.concluded(recorded, path)
+        options = {**options, **_recorded(recorded, given)}
     plan = _plan(given, options)
     if options["resume"]:
         assert path is not None

@@ -15,7 +15,7 @@ from .ab_parse import given_options, one_of_rows
 if TYPE_CHECKING:
     import torch
 
-    from warmset.measure.whole_window import Request
+    from warmset.measure.whole_request import Request
 
 ROWS = 4
 REHEARSED = ("tiny", "tiny-exp")
@@ -26,7 +26,7 @@ SAME = {"shape": "--shape", "rows": "--rows", "trace_sha256": "--trace"}
 def window_request(name: str, words: Sequence[str]) -> tuple[Request, torch.device]:
     """What an arm measures, and on what; WarmsetError on what no arm can be."""
     from warmset.measure.ab.windows import ALL_WINDOWS
-    from warmset.measure.whole_window import Request
+    from warmset.measure.whole_request import Request
     from warmset.prepare import resolve_device
 
     params, _ = given_options(name, words)
@@ -58,8 +58,7 @@ def window_request(name: str, words: Sequence[str]) -> tuple[Request, torch.devi
 def describe_windows(name: str, words: list[str]) -> dict[str, Any]:
     """The fields of an `Arm` of bench window; the trace is read, and must have such windows."""
     from warmset.measure.ab.plan import sha256_of
-    from warmset.measure.whole_input import WHOLE_SHAPES, read_trace, tile_trace
-    from warmset.measure.whole_window import learned_counts
+    from warmset.measure.whole_input import WHOLE_SHAPES, learned_counts, read_trace, tile_trace
     from warmset.routing import describe
 
     request, device = window_request(name, words)

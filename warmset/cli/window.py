@@ -96,7 +96,8 @@ def bench_window(
         table = window_table(found["results"])
         name = "window-experts"
     else:
-        from warmset.measure.whole_window import Request, run_whole
+        from warmset.measure.whole_legs import run_whole
+        from warmset.measure.whole_request import Request
         from warmset.measure.window import save_record
         from warmset.measure.window_tables import whole_table
 

@@ -269,3 +269,19 @@ def tile_trace(
         why=why,
         committed=sum(kept for _, kept in own) / len(own) if own else None,
     )
+
+
+def learned_counts(trace: Any) -> Any:
+    """Counts of the profile that ships with the trace's model; None where there is none that fits."""
+    from warmset.models import BUILTIN_PROFILES
+    from warmset.profile import Identity, load_profile
+
+    path = BUILTIN_PROFILES.get(trace.model)
+    if path is None:
+        return None
+    _, layers, experts = trace.scores_NLE.shape
+    identity = Identity(
+        model=trace.model, num_layers=layers, num_experts=experts, fingerprint=trace.fingerprint
+    )
+    profile, _ = load_profile(Path(path), identity)
+    return None if profile is None else profile.counts_LE

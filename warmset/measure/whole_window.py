@@ -7,8 +7,8 @@ first, in the same run; parts are independent, and one that fails is printed and
     rates     a kernel that only reads; pinned copies of one expert
     check     static forms against transformers' own forward, same picks
     windows   by rows and cold experts a layer: ms a window, three floors, stages
-    trace     off, MarginSwap by `swap_serial`, MarginSwap by `route_fused`, over a routing trace; legs take turns;
-              or one leg alone, by a route kernel and a margin (none: off)
+
+`whole_legs` runs windows of a routing trace in the last one's place.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from warmset import model
-from warmset.config import MAX_WINDOW_ROWS, ROUTE_KERNELS, SamplingConfig, require
+from warmset.config import MAX_WINDOW_ROWS, SamplingConfig
 from warmset.device_experts import DeviceExperts
 from warmset.experts import ExpertRunner, ReadCounts
 from warmset.graph.cache import StaticCache, pages_for
@@ -41,14 +40,16 @@ from warmset.measure.whole_input import (
     Script,
     TiledTrace,
     find_layers,
+    learned_counts,
     make_trunk,
     read_trace,
     tile_trace,
 )
+from warmset.measure.whole_request import Request
 from warmset.measure.window import REHEARSAL_PROGRAMS
 from warmset.measure.window_input import SharedArena, cold_by_layer, make_tables, make_window
 from warmset.router import Routing
-from warmset.routing import MarginSwap, Policy
+from warmset.routing import Policy
 from warmset.window import WindowRunner
 
 POOL = 60
@@ -56,88 +57,16 @@ POOL = 60
 REPEATS = 15
 STAGED_WINDOWS = 12
 MAX_MS = 400.0
-BUDGET_SEC = 230.0
-TRACE_WINDOWS = 32
-ROUNDS = 3
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 6]
 CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-LEGS = ("off", "swap_serial", "route_fused")
-MARGIN = 0.25
-LEG_NAMES = {"serial": "swap_serial", "warp": "swap_warp", "fused": "route_fused"}
-"""Route kernel -> the leg of the margin swap that it makes."""
 
 
-@dataclass(kw_only=True)
-class Request:
-    """What to measure; checked before any work."""
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """ms by (stage, kind of layer) of some windows of one capture, and how many stamps each has."""
 
-    shape: str
-    rows: list[int]
-    colds: list[float]
-    trace: Path | None = None
-    slots: int | None = None
-    """Experts that have slots, with a trace; None: as many of the shape's as 8,083 are of 24,576."""
-    trace_windows: int = TRACE_WINDOWS
-    """Of the trace, spread over it."""
-    margin: float | None = None
-    """Of the legs that swap; None: 0.25, or off where `route_kernel` asks for one leg."""
-    route_kernel: str | None = None
-    """The kernels of the one leg to measure; None: three legs."""
-    budget_sec: float = BUDGET_SEC
-
-    def __post_init__(self) -> None:
-        require(self.shape in WHOLE_SHAPES, "shape", f"one of {', '.join(WHOLE_SHAPES)}", self.shape)
-        experts = WHOLE_SHAPES[self.shape].experts
-        for number in self.rows:
-            require(number in experts.distinct, "rows", f"of {', '.join(map(str, experts.distinct))}", number)
-        for mean in self.colds:
-            require(0 <= mean <= 4, "cold-experts", "0 to 4 a layer", mean)
-        require(self.budget_sec > 0, "budget-sec", "above 0", self.budget_sec)
-        total = experts.layers * experts.experts
-        if self.slots is None:
-            self.slots = total * 8083 // 24576
-        require(0 <= self.slots <= total, "slots", f"0 to {total}", self.slots)
-        kernel = self.route_kernel
-        require(
-            kernel is None or kernel in ROUTE_KERNELS,
-            "route-kernel",
-            f"one of {', '.join(ROUTE_KERNELS)}",
-            kernel,
-        )
-        if self.margin is None and kernel is None:
-            self.margin = MARGIN
-        if self.margin is not None:
-            MarginSwap(margin=self.margin)
-
-    def legs(self) -> dict[str, tuple[Policy | None, str]]:
-        """Leg -> its policy and the kernels that route, over a trace."""
-        swap = None if self.margin is None else MarginSwap(margin=self.margin)
-        if self.route_kernel is not None:
-            name = "off" if swap is None else LEG_NAMES[self.route_kernel]
-            return {name: (swap, self.route_kernel)}
-        return dict(zip(LEGS, ((None, "fused"), (swap, "serial"), (swap, "fused")), strict=True))
-
-
-def run_whole(request: Request, device: torch.device) -> dict[str, Any]:
-    """Measure; returns config, results, and `failed`, the names of the parts that did not finish."""
-    with torch.inference_mode():
-        bench = WholeBench(request, device)
-        bench.run()
-    shape = bench.shape
-    config = {
-        "shape": request.shape,
-        "rows": request.rows,
-        "cold_experts": request.colds if request.trace is None else None,
-        "trace": None if request.trace is None else request.trace.name,
-        "slots": len(bench.resident),
-        "margin": request.margin if request.trace is not None else None,
-        "route_kernel": request.route_kernel,
-        "layers": shape.layers,
-        "past_tokens": bench.whole.past_tokens,
-        "expert_bytes": shape.layout.nbytes,
-        "distinct": {str(key): value for key, value in shape.distinct.items()},
-    }
-    return {"config": config, "results": bench.results, "failed": bench.failed}
+    windows: list[dict[tuple[str, str], float]]
+    stamps: int
 
 
 @dataclass
@@ -181,12 +110,11 @@ class WholeBench:
         if self.failed:
             return
         self._part("check", self._check)
-        if self.request.trace is None:
-            for rows in self.request.rows:
-                self._part(f"t{rows}", partial(self._fixed, rows))
-        else:
-            for rows in self.request.rows:
-                self._part(f"trace_t{rows}", partial(self._legs, rows))
+        self._measure()
+
+    def _measure(self) -> None:
+        for rows in self.request.rows:
+            self._part(f"t{rows}", partial(self._fixed, rows))
 
     def _part(self, name: str, work: Callable[[], Any]) -> None:
         start = time.perf_counter()
@@ -394,7 +322,9 @@ class WholeBench:
             "over_floor_chain": ms / floors["floor_chain_ms"],
             "distinct_experts": distinct / layer_windows,
             "cold_experts": cold / layer_windows,
-            "stages": self._stages(self.runs, [lambda: None] * STAGED_WINDOWS, rows, ms),
+            "stages": self._stage_figures(
+                [self._staged(self.runs, [lambda: None] * STAGED_WINDOWS, rows)], ms
+            ),
         }
 
     def _times(self, work: Callable[[], None], repeats: int) -> list[float]:
@@ -417,10 +347,8 @@ class WholeBench:
         torch.cuda.synchronize(self.device)
         return [first.elapsed_time(second) for first, second in pairwise(marks)]
 
-    def _stages(
-        self, runs: WindowRuns, before: list[Callable[[], None]], rows: int, plain_ms: float
-    ) -> dict[str, Any]:
-        """The stage table of one window for each of `before`, and what the stamps themselves cost."""
+    def _staged(self, runs: WindowRuns, before: list[Callable[[], None]], rows: int) -> Staged:
+        """ms by stage of one window for each of `before`."""
         self.clock.enabled = True
         try:
             runs.run(1, rows)
@@ -431,13 +359,16 @@ class WholeBench:
                 runs.run(1, rows)
             self._sync()
             marks = runs.marks(rows)
-            table = stage_table(self.clock.read(marks))
+            return Staged(windows=self.clock.read(marks), stamps=len(marks))
         finally:
             self.clock.enabled = False
+
+    def _stage_figures(self, rounds: list[Staged], plain_ms: float) -> dict[str, Any]:
+        """The stage table over all windows of all rounds, and what the stamps themselves cost."""
+        table = stage_table([window for staged in rounds for window in staged.windows])
         gap = table["stages"].get("gap", 0.0)
-        cost = table["total_ms"] - gap - plain_ms
-        table["stamps"] = len(marks)
-        table["stamps_ms"] = cost
+        table["stamps"] = rounds[0].stamps
+        table["stamps_ms"] = table["total_ms"] - gap - plain_ms
         table["sum_over_total"] = table["sum_ms"] / table["total_ms"]
         return table
 
@@ -449,112 +380,6 @@ class WholeBench:
         """Distinct experts read since the last call, and the cold ones, as the code that reads counts them."""
         counts, self.runner.counts = self.runner.counts, ReadCounts()
         return counts.distinct_experts, counts.cold_experts
-
-    # -- legs over a trace ------------------------------------------------------------------------------------
-
-    def _legs(self, rows: int) -> dict[str, Any]:
-        legs = {name: self._leg(*form) for name, form in self.request.legs().items()}
-        order = list(legs)
-        self.script.on = True
-        try:
-            for number in range(ROUNDS if self.device.type == "cuda" else 1):
-                for name in order if number % 2 == 0 else reversed(order):
-                    self._run_leg(legs[name], rows)
-            found = {name: self._leg_figures(leg, self._leg_stages(leg, rows)) for name, leg in legs.items()}
-        finally:
-            self.script.on = False
-        if self.request.route_kernel is not None:
-            return found
-        off, serial, fused = (found[name] for name in LEGS)
-        found["compared"] = {
-            "cold_down": 1 - fused["cold_experts"] / off["cold_experts"] if off["cold_experts"] else None,
-            "window_down": 1 - fused["ms"] / off["ms"],
-            "router_longer_ms": fused["stages"]["stages"]["hc-read+router"]
-            - off["stages"]["stages"]["hc-read+router"],
-            "serial_router_longer_ms": serial["stages"]["stages"]["hc-read+router"]
-            - off["stages"]["stages"]["hc-read+router"],
-        }
-        return found
-
-    def _leg(self, policy: Policy | None, form: Any = "fused") -> Leg:
-        routing = self._routing(policy, form)
-        runs = WindowRuns(self.trunk, self.runner, routing, self.clock, source="fixed")
-        runs.cache = self.runs.cache
-        return Leg(routing=routing, runs=runs)
-
-    def _run_leg(self, leg: Leg, rows: int) -> None:
-        self.script.use_routing(leg.routing)
-        self._begin(leg.runs)
-        self._show(rows, 0)
-        leg.runs.run(1, rows)
-        self._sync()
-        self._take_counts()
-        windows = iter(range(10**9))
-        count = len(self.tiled[rows].logits_WLTE)
-
-        def work() -> None:
-            self._show(rows, next(windows) % count)
-            leg.runs.run(1, rows)
-
-        times = self._times(work, count)
-        leg.window_ms.append(sum(times) / len(times))
-        distinct, cold = self._take_counts()
-        leg.distinct += distinct
-        leg.cold += cold
-        leg.layer_windows += self.shape.layers * (len(times) + self.extra_runs)
-        counts = leg.runs.counts()
-        leg.swaps += int(counts.verified_routing_5[1])
-
-    def _leg_stages(self, leg: Leg, rows: int, most: int | None = None) -> dict[str, Any]:
-        """The stage table over the windows of the trace, or the first `most` of them."""
-        self.script.use_routing(leg.routing)
-        self._begin(leg.runs)
-        windows = range(len(self.tiled[rows].logits_WLTE))[:most]
-        shows: list[Callable[[], None]] = [partial(self._show, rows, window) for window in windows]
-        return self._stages(leg.runs, shows, rows, median(leg.window_ms))
-
-    def _leg_figures(self, leg: Leg, stages: dict[str, Any]) -> dict[str, Any]:
-        cold = leg.cold / leg.layer_windows
-        distinct = leg.distinct / leg.layer_windows
-        return {
-            "ms": median(leg.window_ms),
-            "least_ms": min(leg.window_ms),
-            "most_ms": max(leg.window_ms),
-            **self.floors.of(distinct, [cold] * self.shape.layers),
-            "distinct_experts": distinct,
-            "cold_experts": cold,
-            "swaps": leg.swaps,
-            "stages": stages,
-        }
-
-
-@dataclass(kw_only=True)
-class Leg:
-    """A policy that takes turns with others: its own captured windows over the bench's one cache, and its totals."""
-
-    routing: Routing
-    runs: WindowRuns
-    window_ms: list[float] = field(default_factory=list)
-    distinct: int = 0
-    cold: int = 0
-    layer_windows: int = 0
-    swaps: int = 0
-
-
-def learned_counts(trace: Any) -> Any:
-    """Counts of the profile that ships with the trace's model; None where there is none that fits."""
-    from warmset.models import BUILTIN_PROFILES
-    from warmset.profile import Identity, load_profile
-
-    path = BUILTIN_PROFILES.get(trace.model)
-    if path is None:
-        return None
-    _, layers, experts = trace.scores_NLE.shape
-    identity = Identity(
-        model=trace.model, num_layers=layers, num_experts=experts, fingerprint=trace.fingerprint
-    )
-    profile, _ = load_profile(Path(path), identity)
-    return None if profile is None else profile.counts_LE
 
 
 def _wall_ms(work: Callable[[], None]) -> float:

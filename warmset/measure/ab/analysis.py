@@ -156,7 +156,8 @@ def _verdict(
 ) -> Verdict:
     if missing:
         return Verdict(
-            word=NO_VERDICT, reason=f"{missing} pairs are still to run: looking early and stopping misleads"
+            word=NO_VERDICT,
+            reason=f"{missing} {'pair is' if missing == 1 else 'pairs are'} still to run: looking early and stopping misleads",
         )
     if same_work["proven"] is False:
         numbers = ", ".join(str(number + 1) for number in same_work["pairs_that_differ"])

@@ -183,15 +183,15 @@ def markdown(record: dict[str, Any]) -> str:
     config = record["config"]
     lines = [f"**{line}**" if place == 0 else f"- {line}" for place, line in enumerate(verdict_lines(record))]
     lines.insert(1, "")
-    what = (
-        f"stretches of {config['windows']} windows"
-        if of_windows(config)
-        else (f"answers of {config['max_new_tokens']} tokens")
-    )
+    stretches = of_windows(config)
+    what = "stretch" if stretches else "answer"
+    if config["samples"] != 1:
+        what += "es" if stretches else "s"
+    what += f" of {config['windows']} windows" if stretches else f" of {config['max_new_tokens']} tokens"
     lines.append(
         f"- {config['pairs']} pairs, {config['samples']} {what} a leg, order {config['order']}, seed {config['seed']}"
     )
-    if of_windows(config):
+    if stretches:
         arm = config["arms"]["a"]["config"]
         lines.append(
             f"- {arm['shape']}, windows of {arm['rows']} rows, trace {arm['trace']} ({arm['trace_sha256'][:12]})"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from warmset.config import shown
-from warmset.errors import WarmsetError
+from warmset.errors import WarmsetError, first_line
 from warmset.measure.ab.analysis import analyse
 from warmset.measure.ab.leg import run_arm
 from warmset.measure.ab.plan import Plan
@@ -33,9 +33,16 @@ def new_record(plan: Plan) -> dict[str, Any]:
 def read_record_of_pairs(path: Path) -> dict[str, Any]:
     """The record to continue; WarmsetError where the file is none."""
     record = read_record(path)
-    if record.get("name") != NAME or not isinstance(record["results"].get("legs"), list):
+    whole = isinstance(record.get("config"), dict) and isinstance(record["results"].get("legs"), list)
+    if record.get("name") != NAME or not whole:
         raise WarmsetError(f"{path} is no record of matched pairs.")
     return record
+
+
+def is_complete(record: dict[str, Any]) -> bool:
+    """Whether every leg of the experiment has run."""
+    pairs = record["config"].get("pairs")
+    return isinstance(pairs, int) and len(record["results"]["legs"]) >= 2 * pairs
 
 
 def check_same(recorded: dict[str, Any], plan: Plan, path: Path) -> None:
@@ -95,6 +102,16 @@ class _Budget:
         first = not self._begun
         self._begun.append(now)
         return self._end is None or first or now + longest <= self._end
+
+
+def concluded(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A complete record judged anew, on disk too; WarmsetError where its legs are not what legs are."""
+    try:
+        conclude(record)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WarmsetError(f"{path} is damaged: its legs cannot be read ({first_line(error)}).") from None
+    save(record, path)
+    return record
 
 
 def conclude(record: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Inside a leg's process whose samples are windows of a routing trace: set up once, time one stretch after the other.
 
-The windows are those of `bench window --trace` (`WholeBench`), with one policy and one kind of route kernels, over all
+The windows are those of `bench window --trace` (`LegBench`), with one policy and one kind of route kernels, over all
 windows that the trace has of so many rows. A stretch is a sequence of its own with the same states; how long its
 windows took is one time from the first launch to the last result, so that a stage clock costs nothing. Nothing is drawn
 that means anything: tokens a second are those that the windows of the trace itself kept, where it has marks of them.
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from warmset.measure.ab.state import about_process, machine_state
-from warmset.measure.whole_window import Request, WholeBench
+from warmset.measure.whole_legs import LegBench
+from warmset.measure.whole_request import Request
 from warmset.routing import COUNTER_NAMES
 
 ALL_WINDOWS = 10**9
@@ -54,7 +55,7 @@ def replay_windows(
         emit({"event": "end", "machine": machine_state()})
 
 
-class StretchBench(WholeBench):
+class StretchBench(LegBench):
     """One leg of the window bench, whose windows are timed stretch by stretch."""
 
     def set_up(self) -> None:

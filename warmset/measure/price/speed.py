@@ -23,7 +23,9 @@ from warmset.config import require
 from warmset.errors import WarmsetError
 from warmset.measure.trace import Trace, save_trace
 from warmset.measure.whole_input import WHOLE_SHAPES, read_trace
-from warmset.measure.whole_window import Leg, Request, WholeBench
+from warmset.measure.whole_legs import Leg, LegBench
+from warmset.measure.whole_request import Request
+from warmset.measure.whole_window import Staged
 from warmset.routing import MarginSwap, default_ranks, parse_policy
 
 WINDOWS, ROUNDS, STAGED = 16, 3, 12
@@ -147,7 +149,7 @@ def run_speed(request: SpeedRequest, device: torch.device) -> dict[str, Any]:
     return {"config": config, "results": bench.results, "failed": bench.failed}
 
 
-class SpeedBench(WholeBench):
+class SpeedBench(LegBench):
     """One run; `results` fills part by part."""
 
     def __init__(self, request: SpeedRequest, device: torch.device) -> None:
@@ -167,7 +169,7 @@ class SpeedBench(WholeBench):
     def _turns(self) -> dict[str, Any]:
         """Rounds over all legs, there and back; a leg's stages are measured in its first turn."""
         legs: dict[str, Leg] = {}
-        stages: dict[str, dict[str, Any]] = {}
+        staged: dict[str, list[Staged]] = {}
         rounds = 1
         self.script.on = True
         try:
@@ -178,7 +180,7 @@ class SpeedBench(WholeBench):
                     continue
                 legs[name] = self._leg(policy)
                 self._run_leg(legs[name], self._rows)
-                stages[name] = self._leg_stages(legs[name], self._rows, STAGED)
+                staged[name] = [self._leg_staged(legs[name], self._rows, STAGED)]
             while rounds < ROUNDS and self._another_round_fits(legs):
                 for leg in list(legs.values())[:: -1 if rounds % 2 else 1]:
                     self._run_leg(leg, self._rows)
@@ -187,7 +189,7 @@ class SpeedBench(WholeBench):
             self.script.on = False
         committed = self.tiled[self._rows].committed
         self.results["legs"] = {
-            name: self._figures(self._policies[name], leg, stages[name], committed or 1.0)
+            name: self._figures(self._policies[name], leg, staged[name], committed or 1.0)
             for name, leg in legs.items()
         }
         return {
@@ -204,13 +206,14 @@ class SpeedBench(WholeBench):
         return time.perf_counter() + expected < self._end
 
     def _figures(
-        self, policy: MarginSwap | None, leg: Leg, stages: dict[str, Any], committed: float
+        self, policy: MarginSwap | None, leg: Leg, staged: list[Staged], committed: float
     ) -> dict[str, Any]:
-        found = self._leg_figures(leg, stages)
+        found = self._leg_figures(leg, staged)
+        stages = found["stages"]["stages"]
         return {
             "margin": None if policy is None else policy.margin,
             "ranks": None if policy is None or policy.ranks is None else list(policy.ranks),
-            "cold_wait_ms": stages["stages"].get("cold wait", None if found["cold_experts"] else 0.0),
+            "cold_wait_ms": stages.get("cold wait", None if found["cold_experts"] else 0.0),
             "tokens_per_sec": committed * 1e3 / found["ms"],
             **found,
         }
