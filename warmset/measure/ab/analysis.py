@@ -155,10 +155,8 @@ def _verdict(
     metric: Metric, pairs: Sequence[dict[str, Any]], same_work: dict[str, Any], missing: int
 ) -> Verdict:
     if missing:
-        return Verdict(
-            word=NO_VERDICT,
-            reason=f"{missing} {'pair is' if missing == 1 else 'pairs are'} still to run: looking early and stopping misleads",
-        )
+        left = "1 pair is" if missing == 1 else f"{missing} pairs are"
+        return Verdict(word=NO_VERDICT, reason=f"{left} still to run: looking early and stopping misleads")
     if same_work["proven"] is False:
         numbers = ", ".join(str(number + 1) for number in same_work["pairs_that_differ"])
         return Verdict(word=NO_VERDICT, reason=f"{same_work['claim']} differ in pair {numbers}")
