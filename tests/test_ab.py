@@ -177,12 +177,14 @@ def test_a_complete_record_is_shown_where_its_arms_cannot_run(fakes, monkeypatch
     monkeypatch.setattr("warmset.cli.ab._plan", lambda *given: pytest.fail("an arm was made"))
     code, again, _ = fakes.call("--resume", "--json", str(fakes.record))
     assert code == 0 and again == first and len(fakes.legs_run()) == 12
-    record = json.loads(fakes.record.read_text())
-    del record["results"]["legs"][3]["samples"]
-    fakes.record.write_text(json.dumps(record))
-    before = fakes.record.read_bytes()
-    code, _, err = fakes.call("--resume", "--json", str(fakes.record))
-    assert code == 2 and "damaged" in err and err.count("\n") == 1 and fakes.record.read_bytes() == before
+    whole = fakes.record.read_text()
+    for damage in ({"samples": []}, {"samples": 3}, {"pair": "one"}):
+        record = json.loads(whole)
+        record["results"]["legs"][3] |= damage
+        fakes.record.write_text(json.dumps(record))
+        before = fakes.record.read_bytes()
+        code, _, err = fakes.call("--resume", "--json", str(fakes.record))
+        assert code == 2 and "damaged" in err and err.count("\n") == 1 and fakes.record.read_bytes() == before
 
 
 def test_every_leg_gets_a_fresh_copy_of_a_learned_file(fakes, tmp_path):

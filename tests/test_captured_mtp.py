@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from itertools import count
 
 import pytest
 import torch
@@ -92,7 +94,7 @@ def test_turns_go_on_and_back(folders, prompt, family):
     """A longer prompt, the same prompt again, and an end at every row of a window, by a watcher or a stop token."""
     host, device = open_pair(folders[family])
     text = decode(host, prompt, TOKENS, **BY_NOISE)
-    for place in range(5, 10):
+    for place in range(5, 9):
         token = text[place]
         for ends in ({"stop_ids": frozenset([token])}, {"watch": lambda drawn, token=token: drawn == token}):
             found = []
@@ -108,6 +110,55 @@ def test_turns_go_on_and_back(folders, prompt, family):
                 found.append((first, turns, figures))
             assert found[0] == found[1], (place, ends)
             assert found[1][2][1]["cached_tokens"] >= len(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", [TINY, "qwen3_next", "qwen4_exp_sparse"])
+def test_random_turns_are_the_hosts(folders, family, seed):
+    """Turns that go on, back or begin anew; caps, stop tokens, watchers, readers that leave; policies and resizes."""
+    draw = random.Random(seed)
+    pair = open_pair(folders[family], draw.choice([2, 3, 5, 8]), max_model_len=200)
+    ids: list[int] = [draw.randrange(8000) for _ in range(draw.choice([1, 2, 9, 30]))]
+    earlier, led = [ids], 0
+    for _ in range(25):
+        way, place = draw.choice(["cap", "stop", "watch", "close", "logprobs"]), draw.randrange(1, 12)
+        more = draw.choice([{}, {"temperature": 0.7, "seed": place}, BY_NOISE, BY_NOISE])
+        sampling = SamplingConfig(
+            max_new_tokens=draw.choice([1, 2, 5, 17, 400]), logprobs=1 if way == "logprobs" else None, **more
+        )
+        stop = frozenset([draw.randrange(8000) for _ in range(9)]) if way == "stop" else frozenset()
+        found = []
+        for engine in pair:
+            seen: list[int] = []
+            drawn = count(1)
+            watch = (lambda token, drawn=drawn, place=place: next(drawn) == place) if way == "watch" else None
+            stream = engine.decode(ids, sampling, stop, watch=watch)
+            for token in stream:
+                seen.append(token)
+                if way == "close" and len(seen) == place:
+                    break
+            stream.close()
+            sequence = engine.conversation._sequence
+            kept = (
+                sequence.ids,
+                sequence.state.length,
+                sequence.drafting.length + sequence.drafting.num_waiting,
+            )
+            found.append((seen, counted(engine), kept if way != "close" else None))
+        assert found[0] == found[1], (way, place, sampling)
+        led += pair[1].stats()["graphs"]["used"]
+        ids = draw.choice(
+            [[*ids, *found[0][0], 9], draw.choice(earlier), [draw.randrange(8000) for _ in range(9)]]
+        )
+        ids = ids if len(ids) < 195 else earlier[0]
+        earlier.append(ids)
+        if draw.random() < 0.2:
+            policy, slots = draw.choice([None, MarginSwap(margin=0.5)]), draw.choice([0, 5, 11])
+            for engine in pair:
+                engine.use_policy(policy)
+                engine.residency.resize(slots)
+    assert led > 10
 
 
 def test_answers_led_by_turns_go_on_from_each_other(prompt):

@@ -42,7 +42,7 @@ def read_record_of_pairs(path: Path) -> dict[str, Any]:
 def is_complete(record: dict[str, Any]) -> bool:
     """Whether every leg of the experiment has run."""
     pairs = record["config"].get("pairs")
-    return isinstance(pairs, int) and len(record["results"]["legs"]) >= 2 * pairs
+    return type(pairs) is int and pairs >= 1 and len(record["results"]["legs"]) >= 2 * pairs
 
 
 def check_same(recorded: dict[str, Any], plan: Plan, path: Path) -> None:
@@ -108,7 +108,7 @@ def concluded(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """A complete record judged anew, on disk too; WarmsetError where its legs are not what legs are."""
     try:
         conclude(record)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WarmsetError(f"{path} is damaged: its legs cannot be read ({first_line(error)}).") from None
     save(record, path)
     return record
