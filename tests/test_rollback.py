@@ -58,6 +58,9 @@ def test_c23_every_accepted_length_over_200_windows(checkpoints, prompt_ids, fam
             worst.append(float((logits_TV[:kept] - expected[done : done + kept]).abs().max()))
             cuts.add((rows, kept))
             done, ran = done + kept, ran + 1
+            assert int(sequence.state.cache.get_seq_length()) == len(sequence.ids), (
+                "where transformers goes on"
+            )
         assert sequence.ids == prompt_ids + text
         for state, never_drafted in zip(all_states(sequence), final, strict=True):
             assert state.shape == never_drafted.shape, "a rejected row left a trace"

@@ -372,7 +372,11 @@ def skip_unused_indexers(trunk: nn.Module, max_model_len: int) -> int:
 
 
 def _every_block(
-    hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, cache: Any = None
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: torch.Tensor,
+    cache: Any = None,
+    **kwargs: Any,
 ) -> torch.Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=attention_mask.device)
 

@@ -31,6 +31,8 @@ class RecurrentLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
         super().__init__(number_of_states=number_of_states, **kwargs)
         self.pending = False
+        self.length = 0
+        """Rows of the sequence that are settled."""
         self._columns: dict[int, torch.Tensor] = {}
         self._rows: dict[int, torch.Tensor] = {}
 
@@ -46,8 +48,15 @@ class RecurrentLayer(LinearAttentionLayer):
         self._columns[state_idx] = torch.cat([_there(self.conv_states[state_idx]), conv_states], dim=-1)
         return self._columns[state_idx]
 
+    def get_seq_length(self) -> int:
+        """transformers 5.25 and later ask the first layer for it, of whatever kind it is."""
+        return self.length
+
+    def increase_count(self, state_idx: int) -> None:
+        """Nothing: rows are counted when they are settled."""
+
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Takes the state [B, N, D, V], or in an open window the states after each row [T, B, N, D, V]."""
         if not self.pending:
@@ -155,11 +164,14 @@ class SequenceState:
                 layer.settle(num_rows)
             else:
                 assert num_rows == self.open_rows, "these rows were written in place"
-        self.length += num_rows
         self.open_rows = 0
-        self._cut()
+        self.set_length(self.length + num_rows)
 
-    def _cut(self) -> None:
+    def set_length(self, length: int) -> None:
+        """Cut what can be cut to `length` rows; the recurrent states must already be those after so many."""
+        self.length = length
+        for recurrent in self.recurrent:
+            recurrent.length = length
         layer: Any
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
@@ -188,14 +200,12 @@ class SequenceState:
         for layer, states in zip(self.recurrent, snapshot.states, strict=True):
             for state, kept in zip(layer.tensors(), states, strict=True):
                 state.copy_(kept)
-        self.length = snapshot.length
-        self._cut()
+        self.set_length(snapshot.length)
 
     def cut_to(self, length: int) -> None:
         """As `go_back`, for a model without recurrent states, which needs no snapshot."""
         assert self.open_rows == 0 and not self.recurrent and length <= self.length
-        self.length = length
-        self._cut()
+        self.set_length(length)
 
     @property
     def nbytes(self) -> int:

@@ -263,7 +263,7 @@ class StaticCache(Cache):
                 theirs.indexer_position_ids = positions.expand(
                     *theirs.indexer_position_ids.shape[:-1], -1
                 ).clone()
-        state.length = length
+        state.set_length(length)
 
     def reserve(self, num_rows: int) -> bool:
         """Have places for `num_rows` rows and a window; True when memory moved: graphs must be captured again."""

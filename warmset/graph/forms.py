@@ -303,6 +303,7 @@ class StaticForms:
         position_embeddings: Any,
         attention_mask: Any,
         cache: Any = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Which places each row may see, bool [1, 1, T, S]: its best blocks, and those after the last whole block."""
         layer, num_rows = cache.layers[module.layer_idx], hidden_states.shape[1]
