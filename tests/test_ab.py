@@ -18,6 +18,7 @@ from ab_experiments import FAKE, Fakes, call, speeds
 from warmset.errors import WarmsetError
 from warmset.measure.ab import analysis
 from warmset.measure.ab.plan import PROMPTS_FILE, read_prompts
+from warmset.measure.ab.run import held
 from warmset.measure.ab.state import machine_state
 from warmset.models import BUILTIN_PROFILES
 
@@ -143,6 +144,16 @@ def test_a_kill_loses_the_running_leg_only(fakes):
     code, _ = stop_at_leg(fakes, 2, signal.SIGKILL)
     os.kill(int(fakes.legs_run()[2].split()[0]), signal.SIGKILL)  # the stand-in does not look after itself
     assert code == -signal.SIGKILL and len(fakes.results()["legs"]) == 2
+
+
+def test_two_experiments_do_not_write_one_record(fakes):
+    with held(fakes.record):
+        code, _, err = fakes.run("--pairs", "1", speeds=[100.0, 101.0])
+        assert code == 2 and f"{fakes.record} is in use by another `warmset ab`" in err
+        assert not fakes.record.exists()
+    code, _, _ = fakes.run("--pairs", "1", speeds=[100.0, 101.0])
+    assert code == 0 and len(fakes.results()["legs"]) == 2
+    assert not list(fakes.record.parent.glob("*.lock"))
 
 
 def test_a_leg_ends_when_its_experiment_is_gone():

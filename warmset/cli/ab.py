@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,11 +194,19 @@ def percent(name: str, text: str) -> float:
 
 def _experiment(given: set[str], options: dict[str, Any]) -> dict[str, Any]:
     """Run the legs that are missing; the record."""
-    from warmset.measure.ab import run
+    from warmset.measure.ab.run import held
 
     path = None if options["json_path"] in (None, "-") else Path(options["json_path"])
-    budget = options["budget"]
-    require(budget is None or 0 < budget < 1e9, "--budget-sec", "above 0", budget)
+    require(
+        options["budget"] is None or 0 < options["budget"] < 1e9, "--budget-sec", "above 0", options["budget"]
+    )
+    with contextlib.nullcontext() if path is None else held(path):
+        return _held_experiment(given, options, path)
+
+
+def _held_experiment(given: set[str], options: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    from warmset.measure.ab import run
+
     if options["resume"]:
         if path is None:
             raise WarmsetError("--resume needs --json FILE: the record to go on with.")
@@ -221,7 +230,7 @@ def _experiment(given: set[str], options: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         typer.echo("warmset: without --json FILE no leg is kept if this stops.", err=True)
     try:
-        return run.run_legs(plan, record, path, _told, budget)
+        return run.run_legs(plan, record, path, _told, options["budget"])
     finally:
         done, total = len(record["results"]["legs"]), 2 * plan.pairs
         if path is not None and done < total:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,29 @@ def read_record_of_pairs(path: Path) -> dict[str, Any]:
     if record.get("name") != NAME or not whole:
         raise WarmsetError(f"{path} is no record of matched pairs.")
     return record
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep a record from a second experiment; WarmsetError where one has it. A kill lets go of it."""
+    lock = path.with_name(f".{path.name[:200]}.lock")
+    while True:
+        file = open(lock, "w")  # noqa: SIM115  # closed below: closing lets go
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise WarmsetError(
+                f"{path} is in use by another `warmset ab`: wait until that ends, or name another file."
+            ) from None
+        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            break
+        file.close()  # its last holder deleted it in between
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
 
 
 def is_complete(record: dict[str, Any]) -> bool:

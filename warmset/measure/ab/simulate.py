@@ -47,9 +47,9 @@ class Clock:
 
     def __post_init__(self) -> None:
         require(1 <= self.pairs <= MOST_PAIRS, "pairs", f"1 to {MOST_PAIRS:,}", self.pairs)
-        require(-0.9 <= self.effect <= 9, "effect", "-90% to 900%", f"{self.effect:.4g}")
-        require(-0.9 <= self.drift <= 0.9, "drift", "-90% to 90%", f"{self.drift:.4g}")
-        require(0 <= self.noise <= 1, "noise", "0% to 100%", f"{self.noise:.4g}")
+        require(-0.9 <= self.effect <= 9, "effect", "-90% to 900%", f"{100 * self.effect:.4g}%")
+        require(-0.9 <= self.drift <= 0.9, "drift", "-90% to 90%", f"{100 * self.drift:.4g}%")
+        require(0 <= self.noise <= 1, "noise", "0% to 100%", f"{100 * self.noise:.4g}%")
 
     def gains_SN(self, order: str, experiments: int) -> np.ndarray:
         """Logarithms of speed B / speed A by pair, float64 [S, N]; experiment s is the same for any S above it."""
