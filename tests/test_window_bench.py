@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def make_trace(experts=16, top_k=4, rows=40, layers=2):
     scores = torch.randn(rows, layers, experts, generator=torch.Generator().manual_seed(0)).half()
-    kind_N = torch.tensor([0] * 18 + [1] * (rows - 18), dtype=torch.uint8)
+    kind_N = torch.tensor(([0] * 18 + [1] * rows)[:rows], dtype=torch.uint8)
     return Trace(
         scores_NLE=scores, kind_N=kind_N, kinds=("prose", "code"), top_k=top_k, renormalize=True,
         model="none", fingerprint="none",
@@ -113,6 +113,19 @@ def test_a_rehearsal_of_the_three_legs(tmp_path):
     read = read_legs([record])
     assert [leg["name"] for leg in read] == ["off t4", "swap_serial t4", "route_fused t4"]
     assert "cold experts a layer-window" in _text(legs_table(read))
+
+
+@pytest.mark.parametrize("form", ["absent", "text", "shape", "no window"])
+def test_a_trace_that_is_none_of_this_shape_is_refused_before_any_part(form, tmp_path, capfd):
+    trace = tmp_path / "trace.safetensors"
+    if form == "text":
+        trace.write_text("x")
+    elif form != "absent":
+        save_trace(make_trace(experts=32) if form == "shape" else make_trace(rows=2), trace)
+    message = {"absent": "No such file", "text": "cannot be read as a trace", "shape": "must have 16 experts"}
+    with pytest.raises(WarmsetError, match=message.get(form, "must have a window of 4 rows")):
+        run_whole(Request(shape="tiny", rows=[4], colds=[], trace=trace), CPU)
+    assert capfd.readouterr().err == "", "no part began"
 
 
 def test_a_budget_that_is_spent_ends_the_run():

@@ -91,7 +91,10 @@ class Floors:
 
 
 class WholeBench:
-    """One run. `results` fills part by part."""
+    """One run. `results` fills part by part.
+
+    Raises WarmsetError where the request's trace is none, or is of another shape: before any part.
+    """
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self.request, self.device = request, device
@@ -100,7 +103,10 @@ class WholeBench:
         self.results: dict[str, Any] = {}
         self.failed: list[str] = []
         self.resident: list[tuple[int, int]] = []
+        self.tiled: dict[int, TiledTrace] = {}
         self._end = time.perf_counter() + request.budget_sec
+        if request.trace is not None:
+            self._tile()
 
     def run(self) -> None:
         self._part("setup", self._setup)
@@ -138,11 +144,10 @@ class WholeBench:
         shape, device = self.shape, self.device
         torch.manual_seed(0)
         self.pool = min(POOL, shape.experts - 4)
-        self.tiled: dict[int, TiledTrace] = {}
         if self.request.trace is None:
             self.resident = [(layer, expert) for layer in range(shape.layers) for expert in range(self.pool)]
-        else:
-            self._tile()
+        for rows, tiled in self.tiled.items():
+            self.tiled[rows] = replace(tiled, logits_WLTE=tiled.logits_WLTE.to(device))
         self.trunk = make_trunk(self.whole, device)
         self.store = SharedArena(shape, device)
         assert self.store.pinned, f"only {self.store.pinned_bytes} of {self.store.nbytes} bytes are pinned"
@@ -187,8 +192,9 @@ class WholeBench:
         counts = learned_counts(trace)
         most = self.request.trace_windows
         for rows in self.request.rows:
-            tiled = tile_trace(trace, self.shape, rows, self.request.slots, most, counts, marks=marks)
-            self.tiled[rows] = replace(tiled, logits_WLTE=tiled.logits_WLTE.to(self.device))
+            self.tiled[rows] = tile_trace(
+                trace, self.shape, rows, self.request.slots, most, counts, marks=marks
+            )
         self.resident = next(iter(self.tiled.values())).resident
 
     def _begin(self, runs: WindowRuns) -> None:
