@@ -259,12 +259,13 @@ def tile_trace(
             f"--trace must have a window of {rows} rows of one kind. Got {trace.num_rows} rows."
         )
     step = max(1, len(starts) // most_windows)
-    windows = []
-    for start in starts[::step][:most_windows]:
-        scores_TLE = trace.scores_NLE[start : start + rows].float()[:, source_L]
-        windows.append(scores_TLE.transpose(0, 1).gather(2, order_LE[:, None].expand(-1, rows, -1)))
+    row_WT = torch.tensor(starts[::step][:most_windows])[:, None] + torch.arange(rows)
+    scores_WTLE = trace.scores_NLE[row_WT]
+    logits_WLTE = torch.empty(len(row_WT), shape.layers, rows, experts, dtype=shape.dtype)
+    for layer, source in enumerate(source_L.tolist()):
+        logits_WLTE[:, layer] = scores_WTLE[:, :, source, order_LE[layer]]
     return TiledTrace(
-        logits_WLTE=torch.stack(windows).to(shape.dtype),
+        logits_WLTE=logits_WLTE,
         resident=hottest(tiled_LE.numpy(), min(slots, shape.layers * experts)),
         why=why,
         committed=sum(kept for _, kept in own) / len(own) if own else None,
